@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .loss_guard import LossGuard as LossGuard
     from .lr_monitor import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from .model_pruning import ModelPruning as ModelPruning
     from .model_summary import ModelSummary as ModelSummary
     from .model_summary import RichModelSummary as RichModelSummary
     from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
@@ -54,6 +55,7 @@ lazy_names(
         "loss_guard": "LossGuard",
         "lr_monitor": "LearningRateMonitor",
         "model_checkpoint": "ModelCheckpoint",
+        "model_pruning": "ModelPruning",
         "model_summary": "ModelSummary RichModelSummary",
         "on_exception_checkpoint": "OnExceptionCheckpoint",
         "prediction_writer": "BasePredictionWriter",

@@ -125,7 +125,8 @@ class Doctor(Profiler):
         self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("dirpath", "filename", "write", "operators")}
+        given = {name: getattr(self, name) for name in ("filename", "write", "operators")}
+        return {"dirpath": None if self._in_log_dir else self.dirpath, **given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -269,7 +270,7 @@ class Doctor(Profiler):
         if self._stage == "fit" and self.report is not None:
             self.report.say()
             if self.write:
-                self.report.write(self._folder, self.filename or "doctor")
+                self.report.write(self.dirpath, self.filename or "doctor")
 
     def teardown(self, stage: str | None) -> None:
         self.collections.end()

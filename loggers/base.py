@@ -72,8 +72,10 @@ class Logger(ABC):
         self.log_metrics(values, step)
 
     @abstractmethod
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Log the run's hyperparameters. ``params`` may be nested, with any values that have a text form."""
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Log the run's hyperparameters, which may be nested, with any values that have a text form."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Log the model's graph, if the logger can show one."""
@@ -118,7 +120,10 @@ class Logger(ABC):
 
 
 class DummyLogger(Logger):
-    """Logger that discards everything; replaces the loggers with ``fast_dev_run``."""
+    """Logger that discards everything; replaces the loggers with ``fast_dev_run``.
+
+    It has every method of every logger, so that ``self.logger.log_image(...)`` still runs.
+    """
 
     @property
     def name(self) -> str:
@@ -132,11 +137,20 @@ class DummyLogger(Logger):
     def experiment(self) -> Nothing:
         return Nothing()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return _discard
+
+
+def _discard(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 class Nothing:
@@ -152,3 +166,6 @@ class Nothing:
 
     def __getitem__(self, key: Any) -> Nothing:
         return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass

@@ -104,14 +104,15 @@ class FolderLogger(Logger):
                 self._experiment = self._open()
         return self._experiment
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Add to the run's hyperparameters and write them to ``hparams.yaml``; ``metrics`` are logged at step 0."""
         self.hparams.update(plain(mapping(params)))
         if not messages.is_rank_zero():
             return
-        if self.hparams:
-            with self._writing():
-                self._write_hparams()
+        with self._writing():
+            self._write_hparams()
         if metrics:
             self.log_metrics(metrics, step=0)
 

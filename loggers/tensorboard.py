@@ -105,7 +105,9 @@ class TensorBoardLogger(FolderLogger):
             self._start_session()
         self._record(values, step, now)
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Add to the run's hyperparameters; ``metrics`` are logged at step 0 and can be compared in the HParams tab."""
         super().log_hyperparams(params)
         if not self.hparams:

@@ -168,7 +168,9 @@ class WandbLogger(Logger):
         self.experiment.log_artifact(path, name=name or f"{self.version}-{Path(path).name}", type=type)
         self._has_unwritten = True
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Add to the run's config, keeping the nesting; ``metrics`` are logged at step 0."""
         self.experiment.config.update(plain(mapping(params)), allow_val_change=True)
         self._has_unwritten = True

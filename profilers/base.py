@@ -32,7 +32,8 @@ class Profiler:
     ``[TrainingModule]Mine.on_train_start``, ``save_checkpoint``, ...
 
     Args:
-        dirpath: the folder for reports; None means the folder of the run's logger, or ``default_root_dir``.
+        dirpath: the folder for reports; None means the folder of the run's logger, or ``default_root_dir``, which each
+            run sets as this attribute.
         filename: part of the files' names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
@@ -42,9 +43,9 @@ class Profiler:
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = dirpath
         self.filename = filename
-        self._folder: str | Path | None = dirpath
+        self._in_log_dir = dirpath is None
         self._stage: str | None = None
-        self._local_rank = 0
+        self._local_rank: int | None = None
 
     # ---- profiling -------------------------------------------------------------------------------
 
@@ -105,11 +106,12 @@ class Profiler:
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: this process's local rank.
+            local_rank: this process's local rank; None in a run with a single process.
             log_dir: the folder for files if no ``dirpath`` was given.
         """
-        self._stage, self._local_rank = stage, local_rank or 0
-        self._folder = log_dir if self.dirpath is None else self.dirpath
+        self._stage, self._local_rank = stage, local_rank
+        if self._in_log_dir:
+            self.dirpath = log_dir
 
     def connect(self, trainer: Trainer) -> None:
         """Called when the run's module and data are known, before functions are bound."""
@@ -131,7 +133,7 @@ class Profiler:
         text = self.summary()
         if not text:
             return
-        if self.filename and self.filename != "-" and self._folder is not None:
+        if self.filename and self.filename != "-" and self.dirpath is not None:
             path = self.path(".txt")
             with open(path, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -145,12 +147,12 @@ class Profiler:
     def path(self, extension: str, *more: str) -> Path:
         """Return the file for this stage and process, in a folder that is created if needed.
 
-        It is ``fit-<filename>-<more>-<rank>.<extension>``, without the rank for rank 0.
+        It is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a run with a single process.
         """
-        folder = Path(os.getcwd() if self._folder is None else self._folder)
+        folder = Path(os.getcwd() if self.dirpath is None else self.dirpath)
         folder.mkdir(parents=True, exist_ok=True)
         name = self.filename if self.filename != "-" else None
-        rank = str(self._local_rank) if self._local_rank else None
+        rank = None if self._local_rank is None else str(self._local_rank)
         return folder / ("-".join(part for part in (self._stage, name, *more, rank) if part) + extension)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,93 @@ from .. import messages
 from .base import Profiler
 
 if TYPE_CHECKING:
+    from torch.profiler import ProfilerAction
+    from typing_extensions import Self
+
     from ..trainer.trainer import Trainer
 
 #: Actions whose end advances the profiler's schedule.
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
+#: Steps of the default schedule: skipped, warmup, recorded.
+_DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
+#: Arguments of the table that are arguments of PyTorchProfiler itself.
+_OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
+
+
+class RegisterRecordFunction:
+    """Context in which the forward pass of each submodule is marked with its name in profiles.
+
+    The marks read ``[pl][module]torch.nn.modules.linear.Linear: encoder.0``.
+
+    Args:
+        model: the module; its own forward pass is not marked.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        from torch.profiler import record_function
+
+        for name, module in self._model.named_modules():
+            if not name or isinstance(module, torch.jit.ScriptModule):
+                continue
+            label = f"[pl][module]{type(module).__module__}.{type(module).__qualname__}: {name}"
+            open_ranges: list[Any] = []
+
+            def enter(_: Any, __: Any, label: str = label, ranges: list[Any] = open_ranges) -> None:
+                ranges.append(record_function(label))
+                ranges[-1].__enter__()
+
+            def leave(_: Any, __: Any, ___: Any, ranges: list[Any] = open_ranges) -> None:
+                if ranges:
+                    ranges.pop().__exit__(None, None, None)
+
+            self._hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class ScheduleWrapper:
+    """A schedule that counts training steps and each kind of evaluation steps separately.
+
+    A kind of step whose recording has begun keeps the schedule until its trace is complete, whatever steps follow.
+
+    Args:
+        schedule: a schedule of torch's profiler.
+    """
+
+    def __init__(self, schedule: Callable[[int], ProfilerAction]) -> None:
+        self._schedule = schedule
+        self._ended: dict[str, int] = {}
+        self._kind = ""
+        self._recording = False
+
+    def step(self, kind: str) -> None:
+        """Count a step that has ended."""
+        if not self._recording:
+            self._kind = kind
+        self._ended[self._kind] = self._ended.get(self._kind, 0) + 1
+
+    def __call__(self, _: int) -> ProfilerAction:
+        """Return the action for the next step."""
+        from torch.profiler import ProfilerAction
+
+        action = self._schedule(self._ended.get(self._kind, 0))
+        self._recording = action is not ProfilerAction.NONE
+        return action
 
 
 class PyTorchProfiler(Profiler):
     """Record torch's operators on the host and on the GPU.
+
+    In traces, actions are named ``[pl][profile]run_training_batch`` and submodules ``[pl][module]...: name``. Outside a
+    run, recording begins with the first action and ends with :meth:`describe`.
 
     Args:
         dirpath: see :class:`Profiler`; traces go there too.
@@ -35,12 +116,18 @@ class PyTorchProfiler(Profiler):
         record_module_names: mark each submodule's forward pass with its name. Not with ``compile``, whose graphs have
             no modules.
         table_kwargs: further arguments of the table, such as ``{"max_name_column_width": 80}``.
-        **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (by default one step is
-            skipped, one is a warmup and three are recorded; None records all), ``on_trace_ready``, ``record_shapes``,
+        **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (by default one
+            step of training and of each kind of evaluation is skipped, one is a warmup and three are recorded, and a
+            shorter run is recorded completely; None records all), ``on_trace_ready``, ``record_shapes``,
             ``profile_memory``, ``with_stack``, ``with_flops``, ...
+
+    Attributes:
+        function_events: events of the newest trace, a ``torch.autograd.profiler_util.EventList``; None before.
+        traces: files of the run's traces.
 
     Raises:
         TypeError: for an argument that torch's profiler does not have.
+        KeyError: for an argument that the table does not have, or that PyTorchProfiler has itself.
         RuntimeError: ``emit_nvtx`` without CUDA.
     """
 
@@ -58,12 +145,21 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
+        from torch.autograd.profiler_util import EventList
         from torch.profiler import profile
 
         known = [name for name in inspect.signature(profile.__init__).parameters if name != "self"]
         for name in profiler_kwargs:
             if name not in known:
                 raise TypeError(messages.unknown("argument of PyTorchProfiler", name, known))
+        in_table = [
+            name for name in inspect.signature(EventList.table).parameters if name not in ("self", *_OWN_IN_TABLE)
+        ]
+        for name in table_kwargs or ():
+            if name in _OWN_IN_TABLE:
+                raise KeyError(f"table_kwargs has {name!r}: pass it as PyTorchProfiler({_OWN_IN_TABLE[name]}=...).")
+            if name not in in_table:
+                raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
@@ -83,29 +179,44 @@ class PyTorchProfiler(Profiler):
 
     def _clear(self) -> None:
         self.profiler: Any = None
+        self.function_events: Any = None
         self._averages: Any = None
+        self._schedule: ScheduleWrapper | None = None
         self._ranges: list[tuple[str, Any]] = []
-        self._hooks: list[Any] = []
+        self._marks: RegisterRecordFunction | None = None
         self._nvtx: Any = None
+        self._trainer: Trainer | None = None
+        self._may_be_short = False
 
     # ---- a run -----------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
+        self._stop()
         super().setup(stage, local_rank, log_dir)
         self._clear()
         self.traces = []
 
     def attach(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         if self.record_module_names and trainer.compile is False:
-            self._mark_modules(trainer.training_module)
+            self._marks = RegisterRecordFunction(trainer.training_module).__enter__()
+        self._begin(whole=False)
+        self._may_be_short = self._schedule is not None and "schedule" not in self.profiler_kwargs
+
+    def _begin(self, whole: bool) -> None:
+        """Begin to record: everything if ``whole`` and no schedule was given."""
         if self.emit_nvtx:
             self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
             self._nvtx.__enter__()
             return
         from torch.profiler import profile, schedule
 
+        # Training and validation are cycles of their own on purpose.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         options = dict(self.profiler_kwargs)
-        options.setdefault("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
+        wanted = options.pop("schedule", None if whole else schedule(**_DEFAULT, repeat=1))
+        if wanted is not None:
+            options["schedule"] = self._schedule = ScheduleWrapper(wanted)
         options["on_trace_ready"] = self._ready(options.get("on_trace_ready"))
         self.profiler = profile(**options)
         self.profiler.__enter__()
@@ -114,7 +225,8 @@ class PyTorchProfiler(Profiler):
         """Return the function that handles each trace."""
 
         def ready(profiler: Any) -> None:
-            self._averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
+            self.function_events = profiler.events()
+            self._averages = self.function_events.key_averages(group_by_input_shapes=self.group_by_input_shapes)
             if self.export_to_chrome:
                 path = self.path(".pt.trace.json", *([str(len(self.traces))] if self.traces else []))
                 profiler.export_chrome_trace(str(path))
@@ -124,40 +236,39 @@ class PyTorchProfiler(Profiler):
 
         return ready
 
-    def _mark_modules(self, root: torch.nn.Module) -> None:
-        from torch.profiler import record_function
-
-        for name, module in root.named_modules():
-            if not name or isinstance(module, torch.jit.ScriptModule):
-                continue
-            label = f"[module]{type(module).__module__}.{type(module).__qualname__}: {name}"
-            open_ranges: list[Any] = []
-
-            def enter(_: Any, __: Any, label: str = label, ranges: list[Any] = open_ranges) -> None:
-                ranges.append(record_function(label))
-                ranges[-1].__enter__()
-
-            def leave(_: Any, __: Any, ___: Any, ranges: list[Any] = open_ranges) -> None:
-                if ranges:
-                    ranges.pop().__exit__(None, None, None)
-
-            self._hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
     # ---- actions ---------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
         from torch.profiler import record_function
 
-        mark = record_function(action_name)
+        if self._stage is None and self.profiler is None and self._nvtx is None:
+            self._begin(whole=True)
+        if self._may_be_short and (action_name == "run_training_epoch" or self._is_evaluation_step(action_name)):
+            self._record_short_run()
+        mark = record_function(f"[pl][profile]{action_name}")
         mark.__enter__()
         self._ranges.append((action_name, mark))
+
+    def _is_evaluation_step(self, action_name: str) -> bool:
+        return self._stage != "fit" and action_name.endswith(_STEPS)
+
+    def _record_short_run(self) -> None:
+        """Forget the default schedule in a run that is shorter; the number of batches is known only now."""
+        self._may_be_short = False
+        if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
+            self.profiler.__exit__(None, None, None)
+            self._schedule = None
+            self._begin(whole=True)
 
     def stop(self, action_name: str) -> None:
         at = next((i for i in reversed(range(len(self._ranges))) if self._ranges[i][0] == action_name), None)
         if at is None:
             raise self._unknown(action_name)
         self._ranges.pop(at)[1].__exit__(None, None, None)
-        if self.profiler is not None and action_name.endswith(_STEPS):
+        if self._schedule is None or self.profiler is None or not action_name.endswith(_STEPS):
+            return
+        if self._trainer is None or not self._trainer.sanity_checking:
+            self._schedule.step(action_name)
             self.profiler.step()
 
     # ---- results ---------------------------------------------------------------------------------
@@ -176,18 +287,26 @@ class PyTorchProfiler(Profiler):
         return f"{self._stage.upper() if self._stage else ''} Profiler Report\n{table}".strip()
 
     def _stop(self) -> None:
-        running, self.profiler, self._nvtx = (self.profiler, self._nvtx), None, None
-        for one in running:
-            if one is not None:
-                one.__exit__(None, None, None)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for name in ("profiler", "_nvtx", "_marks"):
+            entered = getattr(self, name)
+            setattr(self, name, None)
+            if entered is not None:
+                entered.__exit__(None, None, None)
 
     def teardown(self, stage: str | None) -> None:
         self._stop()
-        self._averages = None
+        self._averages = self._trainer = None
         super().teardown(stage)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "profiler": None, "_averages": None, "_ranges": [], "_hooks": [], "_nvtx": None}
+        emptied = ("profiler", "function_events", "_averages", "_schedule", "_marks", "_nvtx", "_trainer")
+        return {**vars(self), **dict.fromkeys(emptied), "_ranges": []}
+
+
+def _batches(trainer: Trainer, stage: str | None) -> float:
+    """Return the number of batches that a run looks at: a fit in training, and at most."""
+    if stage != "fit":
+        return sum(getattr(trainer, "num_val_batches" if stage == "validate" else f"num_{stage}_batches"))
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+    by_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps * trainer.accumulate_grad_batches
+    return min(trainer.num_training_batches * epochs, by_steps)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 
-from .. import messages
 from .base import Profiler
 
 #: Largest number of actions that a split names; the others are combined.
@@ -19,7 +18,7 @@ class _Running:
     __slots__ = ("begun", "inside", "name")
 
     def __init__(self, name: str) -> None:
-        self.name, self.inside, self.begun = name, 0.0, perf_counter()
+        self.name, self.inside, self.begun = name, 0.0, time.perf_counter()
 
 
 class SimpleProfiler(Profiler):
@@ -32,6 +31,7 @@ class SimpleProfiler(Profiler):
 
     Attributes:
         recorded_durations: the seconds of each call, by action.
+        start_time: when the run began, by ``time.perf_counter``.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -40,17 +40,22 @@ class SimpleProfiler(Profiler):
         self.recorded_durations: dict[str, list[float]] = {}
         self._running: list[_Running] = []
         self._own: dict[str, float] = {}
-        self._begun = perf_counter()
+        self.start_time = time.perf_counter()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
-        self.recorded_durations, self._running, self._own, self._begun = {}, [], {}, perf_counter()
+        self.recorded_durations, self._running, self._own, self.start_time = {}, [], {}, time.perf_counter()
 
     def start(self, action_name: str) -> None:
+        if any(one.name == action_name for one in self._running):
+            raise ValueError(
+                f"Profiler.start({action_name!r}): an action of that name is already running. Call "
+                f"stop({action_name!r}) first, or give the inner action another name."
+            )
         self._running.append(_Running(action_name))
 
     def stop(self, action_name: str) -> None:
-        now, running = perf_counter(), self._running
+        now, running = time.perf_counter(), self._running
         at = len(running) - 1
         while at >= 0 and running[at].name != action_name:
             at -= 1
@@ -69,11 +74,11 @@ class SimpleProfiler(Profiler):
         found = dict(largest[:MOST_PARTS])
         if len(largest) > MOST_PARTS:
             found["other actions"] = sum(seconds for _, seconds in largest[MOST_PARTS:])
-        found["no action"] = max(0.0, perf_counter() - self._begun - sum(self._own.values()))
+        found["no action"] = max(0.0, time.perf_counter() - self.start_time - sum(self._own.values()))
         return found if largest else {}
 
     def summary(self) -> str:
-        whole = perf_counter() - self._begun
+        whole = time.perf_counter() - self.start_time
         times = sorted(self.recorded_durations.items(), key=lambda item: -sum(item[1]))
         header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
         rows = [("Total", "-", str(sum(len(t) for _, t in times)), f"{whole:.5g}", "100 %")]
@@ -82,12 +87,28 @@ class SimpleProfiler(Profiler):
             for name, t in times
         ]
         if not self.extended:
-            header, *rows = [(name, mean, total) for name, mean, _, total, _ in (header, *rows[1:])]
+            header = ("Action", "Mean duration (s)", "Total time (s)")
+            rows = [(name, f"{sum(t) / len(t):.5}", f"{sum(t):.5}") for name, t in times]
+        else:
+            header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
+            calls = sum(len(t) for _, t in times)
+            rows = [("Total", "-", str(calls), f"{whole:.5}", "100 %")]
+            rows += [
+                (name, f"{sum(t) / len(t):.5}", str(len(t)), f"{sum(t):.5}", f"{100 * sum(t) / whole:.5}")
+                for name, t in times
+            ]
         title = f"{self._stage.upper()} Profiler Report" if self._stage else "Profiler Report"
-        return f"{title}\n{_table(header, rows)}"
+        return f"{title}\n\n{_table(header, rows, total_first=self.extended)}\n"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = messages.table([header, *rows]).splitlines()
-    rule = "-" * max(map(len, lines))
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, total_first: bool) -> str:
+    """Draw a table; all columns but the first have the same width in every report."""
+    longest = max(len(row[0]) for row in [header, *rows])
+    widths = [(len("|  ") + longest) // 8 * 8 + 8, *[24] * (len(header) - 1)]
+    drawn = [
+        "".join(f"|  {text}".ljust(n) for text, n in zip(row, widths, strict=True)) + "|" for row in [header, *rows]
+    ]
+    rule = "-" * (len(drawn[0]) + 1)
+    for at in (len(drawn), 2, 1, 0) if total_first else (len(drawn), 1, 0):
+        drawn.insert(at, rule)
+    return "\n".join(drawn)

@@ -98,7 +98,8 @@ class DataSource:
     def train(self) -> Any:
         """Make the training loader, once."""
         if self.train_loader is None and not self._is_elsewhere:
-            loader = train_loader(self._load("train"))
+            with self.run.trainer.profiler.profile("setup_train_dataloader"):
+                loader = train_loader(self._load("train"))
             if self.run.trainer.overfit_batches:
                 loader = without_shuffling(loader)
             whole, loader = loader, self._mine(loader, shard_training)

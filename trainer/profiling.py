@@ -19,7 +19,8 @@ def setup(run: Run, stage: str) -> None:
     """Tell the profiler that a run begins, and bind what all runs share."""
     trainer, profiler = run.trainer, run.trainer.profiler
     if profiler.active:
-        profiler.setup(stage, run.strategy.local_rank, trainer.log_dir or trainer.default_root_dir)
+        local_rank = run.strategy.local_rank if run.strategy.world_size > 1 else None
+        profiler.setup(stage, local_rank, trainer.log_dir or trainer.default_root_dir)
         profiler.connect(trainer)
         run.strategy.time_with(profiler.around)
         run.metrics.time_with(profiler.around)

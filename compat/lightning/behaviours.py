@@ -21,6 +21,7 @@ _RAISING = {
     "callbacks.gradient_accumulation_scheduler": {"GradientAccumulationScheduler": "__init__"},
     "callbacks.lr_monitor": {"LearningRateMonitor": "__init__"},
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
+    "callbacks.model_pruning": {"ModelPruning": "__init__ setup"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
     "cli.argument_parser": {"ArgumentParser": "__init__ add_lightning_class_args"},
@@ -28,6 +29,12 @@ _RAISING = {
     "profilers.pytorch": {"PyTorchProfiler": "__init__"},
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
+}
+#: How the names of profiled actions begin in Paceline, and in Lightning.
+_ACTIONS = {
+    "[TrainingModule]": "[LightningModule]",
+    "[DataModule]": "[LightningDataModule]",
+    "[Strategy]SingleDevice.": "[Strategy]SingleDeviceStrategy.",
 }
 
 
@@ -47,6 +54,7 @@ def install() -> None:
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...processes.accelerators import Accelerator
+    from ...profilers.base import Profiler
     from ...trainer.trainer import Trainer
 
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
@@ -58,6 +66,8 @@ def install() -> None:
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     values: Any = Trainer.logged_metrics
     setattr(Trainer, "logged_metrics", property(lambda trainer: _tensors(values.fget(trainer)), doc=values.__doc__))  # noqa: B010
+    around: Any = Profiler.around
+    setattr(Profiler, "around", lambda profiler, name, function: around(profiler, _action(name), function))  # noqa: B010
     for module, classes in _RAISING.items():
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
@@ -71,6 +81,13 @@ def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, flo
 
     device = torch.device(device)
     return cpu_stats() if device.type == "cpu" else device_stats(device)
+
+
+def _action(name: str) -> str:
+    for own, theirs in _ACTIONS.items():
+        if name.startswith(own):
+            return theirs + name.removeprefix(own)
+    return name
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

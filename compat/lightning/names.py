@@ -20,6 +20,7 @@ _HOMES = {
     "callbacks.lambda_callback": "LambdaCallback",
     "callbacks.lr_monitor": "LearningRateMonitor",
     "callbacks.model_checkpoint": "ModelCheckpoint",
+    "callbacks.model_pruning": "ModelPruning",
     "callbacks.model_summary": "ModelSummary RichModelSummary",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "callbacks.prediction_writer": "BasePredictionWriter",
@@ -51,7 +52,7 @@ _HOMES = {
     "processes.seed": "isolate_rng reset_seed seed_everything",
     "profilers.advanced": "AdvancedProfiler",
     "profilers.base": "PassThroughProfiler Profiler",
-    "profilers.pytorch": "PyTorchProfiler",
+    "profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper",
     "profilers.simple": "SimpleProfiler",
     "strategies.base": "Strategy",
     "strategies.ddp": "DDPStrategy",
@@ -90,6 +91,7 @@ _RENAMED = {
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
     "LightningEnvironment": Target("processes.environments", "LocalEnvironment"),
     "LightningModule": Target("trainer.module", "TrainingModule"),
+    "DummyExperiment": Target("loggers.base", "Nothing"),
     "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
@@ -105,9 +107,8 @@ _RENAMED = {
 _NOT_HERE = {
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
-    "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
+        "CometLogger LitLogger MLFlowLogger NeptuneLogger ExperimentWriter"
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
@@ -129,7 +130,7 @@ _ENVIRONMENTS = (
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
-    "LearningRateMonitor ModelCheckpoint ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
+    "LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
     "RichProgressBar StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
 )
 _STRATEGIES = "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy Strategy"
@@ -168,6 +169,7 @@ _MODULES = {
     "pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
     "pytorch.callbacks.model_summary": "ModelSummary",
     "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
+    "pytorch.callbacks.pruning": "ModelPruning",
     "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
     "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
     "pytorch.callbacks.progress.progress_bar": "ProgressBar",
@@ -188,7 +190,7 @@ _MODULES = {
     "pytorch.core.saving": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
     "pytorch.loggers.csv_logs": "CSVLogger",
-    "pytorch.loggers.logger": "DummyLogger Logger",
+    "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
     "pytorch.loggers.tensorboard": "TensorBoardLogger",
     "pytorch.loggers.utilities": "",
     "pytorch.loggers.wandb": "WandbLogger",
@@ -216,7 +218,7 @@ _MODULES = {
     "pytorch.profilers.advanced": "AdvancedProfiler",
     "pytorch.profilers.base": "PassThroughProfiler",
     "pytorch.profilers.profiler": "Profiler",
-    "pytorch.profilers.pytorch": "PyTorchProfiler",
+    "pytorch.profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper",
     "pytorch.profilers.simple": "SimpleProfiler",
     "pytorch.strategies": _STRATEGIES,
     "pytorch.strategies.ddp": "DDPStrategy",

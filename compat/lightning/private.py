@@ -102,9 +102,6 @@ _VALUES: dict[str, Any] = {
     "_SignalConnector": _SignalConnector,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
-    "RegisterRecordFunction": placeholder(
-        "RegisterRecordFunction", "is not needed: PyTorchProfiler marks modules itself"
-    ),
     "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }

@@ -102,10 +102,10 @@ def test_continuing_a_version_keeps_the_settings_of_the_first_run(kind: Any, tmp
     assert {"lr": 0.2, "more": 1} in kept.values()
 
 
-def test_no_settings_no_file(kind: Any, tmp_path: Path) -> None:
+def test_hparams_yaml_is_written_without_settings_too(kind: Any, tmp_path: Path) -> None:
     logger = kind(tmp_path)
-    logger.log_hyperparams({})
-    assert not (Path(logger.log_dir) / "hparams.yaml").exists()
+    logger.log_hyperparams()
+    assert yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()) == {}
 
 
 def _through_pickle(logger: Logger) -> Logger:

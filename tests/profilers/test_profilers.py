@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pstats
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,9 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
-from paceline.profilers import simple
 from paceline.profilers.advanced import AdvancedProfiler
 from paceline.profilers.base import PassThroughProfiler, Profiler
-from paceline.profilers.pytorch import PyTorchProfiler
+from paceline.profilers.pytorch import PyTorchProfiler, RegisterRecordFunction
 from paceline.profilers.simple import SimpleProfiler
 
 QUIET: dict[str, Any] = {
@@ -83,8 +84,8 @@ def test_the_simple_table_is_sorted_and_its_shares_are_of_the_whole(caplog: pyte
     fit("simple")
     text = caplog.text
     assert "FIT Profiler Report" in text
-    assert re.search(r"Action +Mean duration \(s\) +Num calls +Total time \(s\) +Percentage %", text)
-    rows = re.findall(r"^(\S.*?)  +(\S+) +(\d+) +(\S+) +(\S+)$", text, re.MULTILINE)
+    assert re.search(r"Action +\|  Mean duration \(s\) +\|  Num calls +\|  Total time \(s\) +\|  Percentage %", text)
+    rows = re.findall(r"^\|  (\S.*?) +\|  (\S+) +\|  (\d+) +\|  (\S+) +\|  (\S+) +\|$", text, re.MULTILINE)
     seconds = {name: float(total) for name, _, _, total, _ in rows}
     assert seconds["run_training_epoch"] >= seconds["run_training_batch"] >= seconds["my part"] > 0
     in_order = [float(total) for name, _, _, total, _ in rows if name != "Total"]
@@ -94,7 +95,7 @@ def test_the_simple_table_is_sorted_and_its_shares_are_of_the_whole(caplog: pyte
 
 def test_a_split_counts_what_lies_inside_of_an_action_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(simple, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     profiler = SimpleProfiler()
     profiler.setup("fit")
     assert profiler.split() == {}
@@ -131,7 +132,7 @@ def test_with_several_processes_each_writes_its_own_file(tmp_path: Path) -> None
         fit(SimpleProfiler(tmp_path, "times"), strategy="ddp", devices=2)
 
     ranks(2, run)
-    assert sorted(path.name for path in tmp_path.glob("*.txt")) == ["fit-times-1.txt", "fit-times.txt"]
+    assert sorted(path.name for path in tmp_path.glob("*.txt")) == ["fit-times-0.txt", "fit-times-1.txt"]
     assert "[Strategy]DDPStrategy.backward" in (tmp_path / "fit-times-1.txt").read_text()
 
 
@@ -152,14 +153,14 @@ def test_the_pytorch_profiler_writes_a_trace_with_operators_actions_and_modules(
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
     profiler = PyTorchProfiler(tmp_path, row_limit=10, schedule=schedule, profile_memory=True)
     fit(profiler, callbacks=[Hooked()])
-    (trace,) = tmp_path.glob("*.json")
-    assert trace.name == "fit.pt.trace.json"
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["fit-1.pt.trace.json", "fit.pt.trace.json"]
+    trace = tmp_path / "fit.pt.trace.json"
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event.get("name", "") for event in events]
-    assert names.count("[Strategy]SingleDevice.backward") == 2
-    assert names.count("my part") == 2
+    assert names.count("[pl][profile][Strategy]SingleDevice.backward") == 2
+    assert names.count("[pl][profile]my part") == 2
     assert "aten::linear" in names
-    assert any(name.startswith("[module]") and name.endswith("Linear: layer") for name in names)
+    assert any(name.startswith("[pl][module]") and name.endswith("Linear: layer") for name in names)
     assert "[memory]" in names
     text = caplog.text
     assert "FIT Profiler Report" in text
@@ -172,15 +173,92 @@ def test_without_a_schedule_all_steps_are_recorded_and_module_hooks_are_gone_aft
     profiler = PyTorchProfiler(tmp_path, "all", schedule=None, record_module_names=True)
     fit(profiler, module, limit_val_batches=0, max_epochs=1)
     names = [event.get("name") for event in json.loads((tmp_path / "fit-all.pt.trace.json").read_text())["traceEvents"]]
-    assert names.count("run_training_batch") == 4
+    assert names.count("[pl][profile]run_training_batch") == 4
     assert not module.layer._forward_hooks
     assert not module.layer._forward_pre_hooks
 
 
-def test_a_run_that_is_shorter_than_the_schedule_still_gives_its_trace(tmp_path: Path) -> None:
-    fit(PyTorchProfiler(tmp_path), max_epochs=1, limit_train_batches=3, limit_val_batches=0)
-    events = json.loads((tmp_path / "fit.pt.trace.json").read_text())["traceEvents"]
-    assert [event.get("name") for event in events].count("run_training_batch") == 1
+def recorded(profiler: PyTorchProfiler, action: str) -> int:
+    return sum(event.name == f"[pl][profile]{action}" for event in profiler.function_events)
+
+
+def test_training_and_validation_have_a_trace_each_and_the_sanity_check_has_none(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path)
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, profiler=profiler)
+    trainer.fit(Notes(), tiny_loader(6), tiny_loader(6))
+    first, second = (
+        [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]] for trace in profiler.traces
+    )
+    training, validation = "[pl][profile]run_training_batch", "[pl][profile][Strategy]SingleDevice.validation_step"
+    assert (first.count(training), first.count(validation)) == (3, 0)
+    assert (second.count(training), second.count(validation)) == (0, 3)
+    assert recorded(profiler, "[Strategy]SingleDevice.validation_step") == 3
+
+
+@pytest.mark.parametrize("arguments", [{"limit_train_batches": 3}, {"max_steps": 4}])
+def test_a_run_that_is_shorter_than_the_default_schedule_is_recorded_completely(arguments: Any, tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path)
+    fit(profiler, max_epochs=1, **arguments)
+    assert recorded(profiler, "run_training_batch") == min(arguments.values())
+    assert recorded(profiler, "[Strategy]SingleDevice.validation_step") == 2
+    trainer = Trainer(**QUIET, profiler=profiler)
+    trainer.test(Notes(), tiny_loader(1), verbose=False)
+    assert recorded(profiler, "[Strategy]SingleDevice.test_step") == 1
+
+
+def test_an_own_schedule_is_kept_in_a_short_fit(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1))
+    fit(profiler, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    assert recorded(profiler, "run_training_batch") == 1
+
+
+def test_outside_of_a_run_recording_begins_with_the_first_action(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, "mine")
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    with profiler.profile("outer"), RegisterRecordFunction(layers):
+        layers(torch.ones(1, 1))
+        with profiler.profile("inner"):
+            torch.zeros(3)
+    profiler.describe()
+    names = {event.name for event in profiler.function_events}
+    assert {"[pl][profile]outer", "[pl][profile]inner", "aten::zeros"} <= names
+    assert {"[pl][module]torch.nn.modules.linear.Linear: 0", "[pl][module]torch.nn.modules.activation.ReLU: 1"} <= names
+    assert not layers[0]._forward_hooks
+    assert "aten::zeros" in (tmp_path / "mine.txt").read_text()
+    assert copy.deepcopy(profiler).dirpath == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("row_limit", r"PyTorchProfiler\(row_limit=\.\.\.\)"),
+        ("sort_by", r"PyTorchProfiler\(sort_by_key=\.\.\.\)"),
+        ("time_units", "Did you mean 'time_unit'"),
+        ("self", "Unknown key of table_kwargs 'self'"),
+    ],
+)
+def test_keys_that_the_table_does_not_have_are_named(key: str, message: str) -> None:
+    with pytest.raises(KeyError, match=message):
+        PyTorchProfiler(table_kwargs={key: None})
+
+
+def test_a_report_lies_in_the_folder_of_its_run_which_dirpath_names(tmp_path: Path) -> None:
+    profiler = SimpleProfiler(filename="times")
+    assert profiler.dirpath is None
+    for name in ("one", "two"):
+        trainer = fit(profiler, default_root_dir=tmp_path / name)
+        assert profiler.dirpath == trainer.log_dir == str(tmp_path / name)
+        assert (tmp_path / name / "fit-times.txt").exists()
+    assert profiler.recorded_durations["setup_train_dataloader"]
+
+
+def test_an_action_that_runs_already_is_not_started_again() -> None:
+    profiler = SimpleProfiler()
+    profiler.start("x")
+    with pytest.raises(ValueError, match=r"start\('x'\).*already running.*stop\('x'\)"):
+        profiler.start("x")
+    profiler.stop("x")
+    profiler.start("x")
 
 
 def test_arguments_that_torchs_profiler_does_not_have_are_named() -> None:
@@ -276,6 +354,7 @@ def test_each_callable_of_a_run_is_bound_once_through_the_profiler() -> None:
         "[_TrainingEpochLoop].train_dataloader_next",
         "[_EvaluationLoop].val_next",
         "[Callback]Hooked.on_train_batch_end",
+        "setup_train_dataloader",
         "wait_for_checkpoint",
         "my part",
     }

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from tiny import TinyModule, tiny_loader
+
+from paceline import Trainer
+from paceline.loggers import DummyLogger
+
+
+def test_a_dummy_logger_has_every_method_with_any_arguments() -> None:
+    logger: Any = DummyLogger()
+    assert logger.log_image("key", [1, 2], step=3) is None
+    assert logger.log_metrics(1, two=2) is logger.log_hyperparams() is None
+    logger.experiment["key"] = "value"
+    assert logger.experiment["key"] != "value"
+    with pytest.raises(AttributeError, match="'DummyLogger' object has no attribute '_private'"):
+        _ = logger._private
+
+
+def test_a_dummy_logger_can_be_copied_and_pickled() -> None:
+    for again in (copy.deepcopy(DummyLogger()), pickle.loads(pickle.dumps(DummyLogger()))):
+        assert again.name == ""
+
+
+def test_a_fast_dev_run_calls_methods_of_the_logger_that_it_replaces() -> None:
+    class Draws(TinyModule):
+        def on_train_end(self) -> None:
+            self.logger.log_image("weights", [self.layer.weight])  # type: ignore[union-attr]
+
+    trainer = Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Draws(), tiny_loader(1), tiny_loader(1))
+    assert isinstance(trainer.logger, DummyLogger)
