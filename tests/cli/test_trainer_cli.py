@@ -1,4 +1,4 @@
-"""A command line made from classes: what its words and files make, what it saves, and how a checkpoint is loaded again."""
+"""A command line made from classes: what its words and files make, what it saves, and how checkpoints are loaded."""
 
 from __future__ import annotations
 
@@ -223,16 +223,15 @@ def test_a_subclass_can_be_chosen_if_asked_for() -> None:
     assert (type(cli.model), cli.model.extra) == (WiderNet, False)
 
 
-def test_functions_that_return_a_module_or_a_trainer_serve_as_classes() -> None:
+@pytest.mark.parametrize("time", [1, 2])
+def test_functions_that_return_a_module_or_a_trainer_serve_as_classes(time: int) -> None:
     def net(width: int) -> Net:
         return Net(width)
 
     def trainer(limit_train_batches: int, callbacks: list[Callback] | None = None) -> Trainer:
         return Trainer(**QUIET, limit_train_batches=limit_train_batches, callbacks=callbacks)
 
-    cli = TrainerCLI(
-        net, run=False, trainer_class=trainer, args=["--model.width=7", "--trainer.limit_train_batches=3"]
-    )
+    cli = TrainerCLI(net, run=False, trainer_class=trainer, args=["--model.width=7", "--trainer.limit_train_batches=3"])
     assert (cli.model.width, cli.trainer.limit_train_batches) == (7, 3)
 
 
@@ -434,7 +433,7 @@ def test_the_config_is_saved_in_the_folder_of_the_run_and_makes_the_same_run() -
 
 def test_a_config_of_another_run_is_not_overwritten_unless_asked_for() -> None:
     ran("fit", "--model.lr=0.3")
-    with pytest.raises(RuntimeError, match="already exists, from another run. Aborting to avoid overwriting"):
+    with pytest.raises(RuntimeError, match=r"already exists, from another run\. Aborting to avoid overwriting"):
         ran("fit")
     assert yaml.safe_load(Path("config.yaml").read_text())["model"]["lr"] == 0.3
     ran("fit", save_config_kwargs={"config_filename": "other.yaml"})
@@ -584,7 +583,9 @@ def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, mo
         Net.load_from_checkpoint("x.ckpt")
 
 
-@pytest.mark.parametrize("values", [{"_class_path": "torch.nn.Linear"}, {"activation": {"class_path": "fractions.Fraction"}}])
+@pytest.mark.parametrize(
+    "values", [{"_class_path": "torch.nn.Linear"}, {"activation": {"class_path": "fractions.Fraction"}}]
+)
 def test_a_file_cannot_name_a_class_that_the_signature_does_not_allow(values: dict[str, Any]) -> None:
     written(**values)
     with pytest.raises(ValueError, match="do not fit"):
