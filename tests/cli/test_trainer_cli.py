@@ -283,6 +283,7 @@ def test_only_classes_that_a_trainer_knows_are_added() -> None:
 # ---- where values come from ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error::paceline.messages.PacelineWarning")
 def test_environment_variables_are_read_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "4")
     monkeypatch.setenv("PL_MODEL__LR", "0.7")
