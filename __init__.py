@@ -7,167 +7,101 @@ Every public name is loaded when it is first used, so ``import paceline`` is alm
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .lazy_names import lazy_names
 from .old_paths import OldPaths
 
 if TYPE_CHECKING:
-    from . import callbacks, loggers, profilers, strategies
-    from .accelerator.accelerator import Accelerator
-    from .accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
-    from .accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
-    from .accelerator.kwargs_handlers import (
-        AutocastKwargs,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
-    from .accelerator.launchers import debug_launcher, notebook_launcher
-    from .accelerator.loaders import DataLoaderConfiguration, skip_first_batches
-    from .accelerator.local_sgd import LocalSGD
-    from .accelerator.logging import get_logger
-    from .accelerator.parallelism_config import ParallelismConfig
-    from .accelerator.plugins import (
-        DeepSpeedPlugin,
-        GradientAccumulationPlugin,
-        ProjectConfiguration,
-        TorchDynamoPlugin,
-    )
-    from .accelerator.process_state import PartialState
-    from .accelerator.random_seeds import set_seed, synchronize_rng_states
-    from .big_model.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
-    from .big_model.empty_init import init_empty_weights, init_on_device
-    from .big_model.infer_device_map import infer_auto_device_map, plan_device_map
-    from .big_model.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-    from .big_model.module_sizes import compute_module_sizes
-    from .callbacks.base import Callback
-    from .data.combined_loader import CombinedLoader
-    from .data.datamodule import DataModule
-    from .memory.out_of_memory_retry import find_executable_batch_size
-    from .processes.seed import seed_everything
-    from .trainer.module import TrainingModule
-    from .trainer.trainer import Trainer
-    from .trainer.verify import verify
-    from .tuner.tuner import Tuner
+    from . import callbacks as callbacks
+    from . import loggers as loggers
+    from . import profilers as profilers
+    from . import strategies as strategies
+    from .accelerator.accelerator import Accelerator as Accelerator
+    from .accelerator.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from .accelerator.enums import DistributedType as DistributedType
+    from .accelerator.enums import DynamoBackend as DynamoBackend
+    from .accelerator.kwargs_handlers import AutocastKwargs as AutocastKwargs
+    from .accelerator.kwargs_handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from .accelerator.kwargs_handlers import GradScalerKwargs as GradScalerKwargs
+    from .accelerator.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from .accelerator.kwargs_handlers import ProfileKwargs as ProfileKwargs
+    from .accelerator.launchers import debug_launcher as debug_launcher
+    from .accelerator.launchers import notebook_launcher as notebook_launcher
+    from .accelerator.loaders import DataLoaderConfiguration as DataLoaderConfiguration
+    from .accelerator.loaders import skip_first_batches as skip_first_batches
+    from .accelerator.local_sgd import LocalSGD as LocalSGD
+    from .accelerator.logging import get_logger as get_logger
+    from .accelerator.parallelism_config import ParallelismConfig as ParallelismConfig
+    from .accelerator.plugins import DeepSpeedPlugin as DeepSpeedPlugin
+    from .accelerator.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from .accelerator.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from .accelerator.plugins import ProjectConfiguration as ProjectConfiguration
+    from .accelerator.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+    from .accelerator.process_state import PartialState as PartialState
+    from .accelerator.random_seeds import set_seed as set_seed
+    from .accelerator.random_seeds import synchronize_rng_states as synchronize_rng_states
+    from .big_model.dispatch import cpu_offload as cpu_offload
+    from .big_model.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from .big_model.dispatch import disk_offload as disk_offload
+    from .big_model.dispatch import dispatch_model as dispatch_model
+    from .big_model.empty_init import init_empty_weights as init_empty_weights
+    from .big_model.empty_init import init_on_device as init_on_device
+    from .big_model.infer_device_map import infer_auto_device_map as infer_auto_device_map
+    from .big_model.infer_device_map import plan_device_map as plan_device_map
+    from .big_model.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from .big_model.loading import load_checkpoint_in_model as load_checkpoint_in_model
+    from .big_model.module_sizes import compute_module_sizes as compute_module_sizes
+    from .callbacks.base import Callback as Callback
+    from .data.combined_loader import CombinedLoader as CombinedLoader
+    from .data.datamodule import DataModule as DataModule
+    from .memory.out_of_memory_retry import find_executable_batch_size as find_executable_batch_size
+    from .processes.seed import seed_everything as seed_everything
+    from .trainer.module import TrainingModule as TrainingModule
+    from .trainer.trainer import Trainer as Trainer
+    from .trainer.verify import verify as verify
+    from .tuner.tuner import Tuner as Tuner
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "Callback",
-    "CombinedLoader",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DataModule",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "LocalSGD",
-    "ParallelismConfig",
-    "PartialState",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-    "Trainer",
-    "TrainingModule",
-    "Tuner",
-    "__version__",
-    "callbacks",
-    "compute_module_sizes",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "debug_launcher",
-    "disk_offload",
-    "dispatch_model",
-    "find_executable_batch_size",
-    "get_logger",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "loggers",
-    "notebook_launcher",
-    "plan_device_map",
-    "profilers",
-    "seed_everything",
-    "set_seed",
-    "skip_first_batches",
-    "strategies",
-    "synchronize_rng_states",
-    "verify",
-]
-
-_MODULE_OF = {
-    "Accelerator": ".accelerator.accelerator",
-    "AutocastKwargs": ".accelerator.kwargs_handlers",
-    "Callback": ".callbacks.base",
-    "CombinedLoader": ".data.combined_loader",
-    "DDPCommunicationHookType": ".accelerator.enums",
-    "DataLoaderConfiguration": ".accelerator.loaders",
-    "DataModule": ".data.datamodule",
-    "DeepSpeedPlugin": ".accelerator.plugins",
-    "DistributedDataParallelKwargs": ".accelerator.kwargs_handlers",
-    "DistributedType": ".accelerator.enums",
-    "DynamoBackend": ".accelerator.enums",
-    "FullyShardedDataParallelPlugin": ".accelerator.fsdp_plugin",
-    "GradScalerKwargs": ".accelerator.kwargs_handlers",
-    "GradientAccumulationPlugin": ".accelerator.plugins",
-    "InitProcessGroupKwargs": ".accelerator.kwargs_handlers",
-    "LocalSGD": ".accelerator.local_sgd",
-    "ParallelismConfig": ".accelerator.parallelism_config",
-    "PartialState": ".accelerator.process_state",
-    "ProfileKwargs": ".accelerator.kwargs_handlers",
-    "ProjectConfiguration": ".accelerator.plugins",
-    "TorchDynamoPlugin": ".accelerator.plugins",
-    "Trainer": ".trainer.trainer",
-    "TrainingModule": ".trainer.module",
-    "Tuner": ".tuner.tuner",
-    "compute_module_sizes": ".big_model.module_sizes",
-    "cpu_offload": ".big_model.dispatch",
-    "cpu_offload_with_hook": ".big_model.dispatch",
-    "debug_launcher": ".accelerator.launchers",
-    "disk_offload": ".big_model.dispatch",
-    "dispatch_model": ".big_model.dispatch",
-    "find_executable_batch_size": ".memory.out_of_memory_retry",
-    "get_logger": ".accelerator.logging",
-    "infer_auto_device_map": ".big_model.infer_device_map",
-    "init_empty_weights": ".big_model.empty_init",
-    "init_on_device": ".big_model.empty_init",
-    "load_checkpoint_and_dispatch": ".big_model.loading",
-    "load_checkpoint_in_model": ".big_model.loading",
-    "notebook_launcher": ".accelerator.launchers",
-    "plan_device_map": ".big_model.infer_device_map",
-    "seed_everything": ".processes.seed",
-    "set_seed": ".accelerator.random_seeds",
-    "skip_first_batches": ".accelerator.loaders",
-    "synchronize_rng_states": ".accelerator.random_seeds",
-    "verify": ".trainer.verify",
-}
-_ROOMS = ("callbacks", "loggers", "profilers", "strategies", "trainer")
-
 sys.meta_path.insert(0, OldPaths())
+lazy_names(
+    globals(),
+    {
+        "accelerator.accelerator": "Accelerator",
+        "accelerator.enums": "DDPCommunicationHookType DistributedType DynamoBackend",
+        "accelerator.kwargs_handlers": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs "
+        "InitProcessGroupKwargs ProfileKwargs",
+        "accelerator.launchers": "debug_launcher notebook_launcher",
+        "accelerator.loaders": "DataLoaderConfiguration skip_first_batches",
+        "accelerator.local_sgd": "LocalSGD",
+        "accelerator.logging": "get_logger",
+        "accelerator.parallelism_config": "ParallelismConfig",
+        "accelerator.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin "
+        "ProjectConfiguration TorchDynamoPlugin",
+        "accelerator.process_state": "PartialState",
+        "accelerator.random_seeds": "set_seed synchronize_rng_states",
+        "big_model.dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model",
+        "big_model.empty_init": "init_empty_weights init_on_device",
+        "big_model.infer_device_map": "infer_auto_device_map plan_device_map",
+        "big_model.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+        "big_model.module_sizes": "compute_module_sizes",
+        "callbacks.base": "Callback",
+        "data.combined_loader": "CombinedLoader",
+        "data.datamodule": "DataModule",
+        "memory.out_of_memory_retry": "find_executable_batch_size",
+        "processes.seed": "seed_everything",
+        "trainer.module": "TrainingModule",
+        "trainer.trainer": "Trainer",
+        "trainer.verify": "verify",
+        "tuner.tuner": "Tuner",
+    },
+    own="__version__ callbacks loggers profilers strategies",
+    modules="callbacks loggers profilers strategies trainer",
+)
+if os.environ.get("PACELINE_STANDS_IN"):
+    from .compat import install_from_environment
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULE_OF:
-        from .messages import did_you_mean
-
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    install_from_environment()

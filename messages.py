@@ -91,11 +91,12 @@ def info_anywhere(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def columns() -> int | None:
-    """Width of the terminal that :func:`info` writes to; None if it does not write to a terminal."""
+def columns(of_answers: bool = False) -> int | None:
+    """Width of the terminal that :func:`info` (or :func:`answer`) writes to; None if it does not write to one."""
+    stream = sys.stdout if of_answers else sys.stderr
     with suppress(OSError, ValueError, AttributeError):  # unknown size, COLUMNS is not a number, no stream
-        if sys.stderr.isatty():
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(sys.stderr.fileno()).columns or None
+        if stream.isatty():
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or None
     return None
 
 

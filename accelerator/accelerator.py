@@ -1,4 +1,4 @@
-"""Door two: three changed lines turn a plain PyTorch loop into one that runs anywhere."""
+"""``Accelerator``: three changed lines make a plain PyTorch loop run on any device, and on many."""
 
 from __future__ import annotations
 
@@ -46,12 +46,17 @@ if TYPE_CHECKING:
 
     from ..strategies.choose import StrategyName
     from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
-    from .fsdp_plugin import FullyShardedDataParallelPlugin
     from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
     from .parallelism_config import ParallelismConfig
-    from .plugins import DeepSpeedPlugin, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+    from .plugins import (
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -61,7 +66,7 @@ T5 = TypeVar("T5")
 
 
 class Accelerator(Facts):
-    """Runs a training loop of your own on one device or many: create it, ``prepare``, ``backward``.
+    """Runs your own training loop on one device or many: create it, call ``prepare`` and ``backward``.
 
     Example::
 
@@ -75,34 +80,34 @@ class Accelerator(Facts):
                 scheduler.step()
                 optimizer.zero_grad()
 
-    An argument that is None was not set: the launch command, the environment and the config file may say it.
+    An argument that is None is not set: its value comes from the launch command, the environment or the config file.
 
     Args:
-        device_placement: ``prepare`` moves models, and loaders move batches, to the device.
-        split_batches: the loader's batch is that of all processes together; see ``DataLoaderConfiguration``.
+        device_placement: whether ``prepare`` moves models, and loaders move batches, to the device.
+        split_batches: split each batch among all processes; see ``DataLoaderConfiguration``.
         mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
         gradient_accumulation_steps: micro-batches in a window, for ``accumulate``.
-        cpu: compute on the CPU, whatever else there is.
+        cpu: compute on the CPU even if there are GPUs.
         dataloader_config: how loaders are split.
         deepspeed_plugin: DeepSpeed and its settings.
-        deepspeed_plugins: the same, in a dict.
+        deepspeed_plugins: the same in a dict.
         megatron_lm_plugin: not supported.
         fsdp_plugin: FSDP2 and its settings.
-        rng_types: accepted; the order of samples is the same on all ranks without exchanging random states.
-        log_with: names, classes or objects of trackers, or a list of them; ``"all"``: what is installed.
+        rng_types: accepted; all ranks use the same order of samples without exchanging random states.
+        log_with: names, classes or objects of trackers, or a list of them; ``"all"`` for every installed one.
         project_dir: folder of logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
         gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
-        step_scheduler_with_optimizer: schedulers move when their optimizers have stepped; False: at each call.
+        step_scheduler_with_optimizer: schedulers advance only when their optimizers have stepped; False: at each call.
         kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
         dynamo_backend: compile models with this backend.
-        dynamo_plugin: the same, and more.
+        dynamo_plugin: the backend and more settings.
         parallelism_config: sizes of tensor, sharded and replicated parallelism.
-        strategy: a name that ``Trainer(strategy=...)`` takes, or a Strategy.
-        scheduler_steps: ``"per_update"``: a call of ``scheduler.step()`` is one step of the schedule;
-            ``"per_sample"``: as many as there are processes, for a schedule whose length counts one process's batches.
-        output_dtype: ``"fp32"``: what a model returns in 16 bits becomes float32, so that a loss computed outside of
-            autocast keeps its accuracy; ``"keep"``: it stays.
+        strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
+        scheduler_steps: how far ``scheduler.step()`` advances a schedule. ``"per_update"``: one step; ``"per_sample"``:
+            one step per process, for a schedule whose length counts the batches of one process.
+        output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside of autocast
+            keeps its accuracy; ``"keep"`` does not.
     """
 
     @check_names()
@@ -133,26 +138,38 @@ class Accelerator(Facts):
         scheduler_steps: Literal["per_update", "per_sample"] | None = None,
         output_dtype: Literal["fp32", "keep"] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
-        arguments = read_arguments(given)
-        strategy, choice = arguments.strategy, arguments.choice
+        arguments = read_arguments(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            split_batches=split_batches,
+            dynamo_backend=dynamo_backend,
+            log_with=log_with,
+            project_dir=project_dir,
+            strategy=strategy,
+            scheduler_steps=scheduler_steps,
+            output_dtype=output_dtype,
+            dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
+        )
+        strategy = arguments.strategy
         self.settings = arguments.settings
         self.project_configuration = arguments.project_configuration
         self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
-        self.handlers = arguments.handlers
+        self.handlers = arguments.choice.handlers
         self.strategy = strategy
         strategy.setup_environment()
         keep_freed_memory(strategy.device)
-        self.state = AcceleratorState.of(
-            PartialState.of(strategy),
-            self.mixed_precision,
-            deepspeed_plugin=choice.deepspeed_plugin,
-            fsdp_plugin=choice.fsdp_plugin,
-            dynamo_plugin=arguments.dynamo,
-            parallelism_config=choice.parallelism_config,
-            device_mesh=getattr(strategy, "mesh", None),
-        )
+        self.state = AcceleratorState.of(PartialState.of(strategy), self.mixed_precision, **arguments.plugins)
         self.gradient_state = GradientState(**arguments.accumulation)
         self.prepared = Prepared(
             strategy,
@@ -179,17 +196,16 @@ class Accelerator(Facts):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made of; it stands where ``save_state`` and ``load_state`` would bring a new Accelerator.
+        """The state of a copy, which continues where this object is.
 
         Raises:
-            TypeError: several processes share it.
+            TypeError: several processes share this object.
         """
         refuse_processes(self.strategy, "An Accelerator")
         own, methods = vars(self), type(self)
-        plugins = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
         return {
             "own": {n: own[n] for n in own if n != "state" and not callable(getattr(methods, n, None))},
-            "plugins": {name: getattr(self.state, name) for name in plugins},
+            "plugins": self.state.plugins,
             "precision": self.state.mixed_precision,
         }
 
@@ -221,17 +237,17 @@ class Accelerator(Facts):
 
     @timed("prepare")
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders; anything else comes back as it is.
+        """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model comes back as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed a model
-        and its optimizer belong in one call.
+        A model is returned as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed pass a
+        model and its optimizer in one call.
 
         Args:
-            *objects: in any order.
-            device_placement: for each object, whether it goes to the device.
+            *objects: the objects.
+            device_placement: for each object, whether it is moved to the device.
 
         Returns:
-            What stands for each object, in the order given; for a single object that alone.
+            The prepared objects in the order given; a single one without a tuple.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(
@@ -242,13 +258,13 @@ class Accelerator(Facts):
         return found[0] if len(found) == 1 else tuple(found)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are made on the run's device and in its dtype.
+        """Context in which layers are created on the run's device and in its dtype.
 
-        Under a strategy that shards, weights which ``load_checkpoint_in_model`` loads within into layers without memory
-        are read by ``prepare``: each process reads the part that it holds.
+        Under a strategy that shards, ``load_checkpoint_in_model`` inside this context defers reading weights to
+        ``prepare``, where each process reads only its part.
 
         Args:
-            empty_init: True makes layers without memory, under a strategy that shards.
+            empty_init: create layers without memory if the strategy shards.
         """
         return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
@@ -259,8 +275,8 @@ class Accelerator(Facts):
 
         Args:
             model: the model.
-            device_placement: whether it goes to the device; None: as the Accelerator says.
-            evaluation_mode: it is only evaluated: nothing is kept for its gradients.
+            device_placement: whether it is moved to the device; None for the Accelerator's setting.
+            evaluation_mode: the model is only evaluated, so nothing is kept for its gradients.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
@@ -281,13 +297,13 @@ class Accelerator(Facts):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:
-        """Backward of a loss; takes the place of ``loss.backward()``.
+        """Run the backward pass of a loss; replaces ``loss.backward()``.
 
         Args:
             loss: scalar, shape ().
-            num_items: how many items (tokens, boxes) the loss is the mean over. The gradient of a window is then the
-                mean over all its items on all ranks, whatever their split; without it micro-batches count alike.
-            **kwargs: for ``loss.backward``.
+            num_items: number of items (tokens, boxes) that the loss is the mean of. The gradient of a window is then
+                the mean over all items on all ranks; otherwise all micro-batches have the same weight.
+            **kwargs: passed to ``loss.backward``.
         """
         gradients = self.gradients
         loss = self.gradient_state.window.weigh(loss, num_items)
@@ -312,57 +328,53 @@ class Accelerator(Facts):
     def accumulate(self, *models: Any) -> Window:
         """``with accelerator.accumulate(model):`` around one micro-batch of a window.
 
-        Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` do something on the window's
-        last micro-batch alone: the ``gradient_accumulation_steps``-th, or the last of the loader. Models that are
-        trained in turn, such as those of a GAN, each have a window of their own.
+        Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` only take effect on the last
+        micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader. Models that
+        are trained in turn, such as those of a GAN, have separate windows.
 
         Args:
-            *models: prepared models whose gradients gather; all of them if none is given.
+            *models: prepared models that accumulate gradients; by default all of them.
         """
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Within, backward passes keep their gradients to this process.
-
-        Args:
-            model: a prepared model; None: all.
-        """
+        """Context whose backward passes do not communicate gradients of a prepared model (None: of all)."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
-        """Within, the next backward pass communicates, although its forward was run under ``no_sync``."""
+        """Context in which the next backward pass communicates although its forward pass ran under ``no_sync``."""
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients' total norm when the window is complete; call it after every backward.
+        """Clip the total gradient norm if the window is complete; call it after every backward pass.
 
         Args:
-            parameters: of prepared models.
-            max_norm: what the norm is brought down to.
-            norm_type: of the norm; ``inf`` for the largest element.
+            parameters: parameters of prepared models.
+            max_norm: the largest allowed norm.
+            norm_type: order of the norm; ``inf`` for the largest element.
 
         Returns:
-            The norm before, shape (); on a micro-batch that only accumulates that of the window before (nan at first).
+            The norm before clipping, shape (); while accumulating, that of the previous window (nan if there is none).
         """
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of the gradients to ``[-clip_value, clip_value]`` when the window is complete."""
+        """Clip gradients elementwise to ``[-clip_value, clip_value]`` if the window is complete."""
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Take fp16's loss scale out of complete gradients, once; clipping does it by itself.
+        """Divide complete gradients by the fp16 loss scale, once. Clipping does this by itself.
 
         Args:
-            optimizer: a prepared optimizer or several; None: all.
+            optimizer: one or several prepared optimizers; None for all.
         """
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Compute in the chosen precision inside, as a prepared model's forward does.
+        """Context that computes in the chosen precision, as a prepared model's forward pass does.
 
         Args:
-            autocast_handler: ``AutocastKwargs``, to switch it off for one.
+            autocast_handler: ``AutocastKwargs`` for this block, for example to disable autocast.
         """
         if autocast_handler is not None:
             return autocast_handler.context(self.strategy)
@@ -371,42 +383,39 @@ class Accelerator(Facts):
     # ---- between processes -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T1) -> T1:
-        """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
+        """Concatenate the tensors of all processes along the first dimension, in nested lists, tuples and dicts."""
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What all processes computed for a batch, each sample of the data set once.
+        """Gather the results of a batch from all processes, with each sample of the data set once.
 
-        Rows that only repeat samples of other processes are left out of tensors whose first dimension is that of the
-        batch. Anything else comes back whole.
+        Rows that repeat samples of other processes are removed from tensors that have one row per sample. Anything else
+        is returned whole.
 
         Args:
-            input_data: tensors, in nested lists, tuples and dicts; or any objects.
-            use_gather_object: gather objects that are no tensors.
+            input_data: tensors, in nested lists, tuples and dicts, or any objects.
+            use_gather_object: gather as Python objects.
         """
         loader = self.gradient_state.active_dataloader
         return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
-        """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
-
-        ``"none"`` leaves each process its own.
-        """
+        """Reduce tensors over processes, then multiply them by ``scale``; ``"none"`` does not reduce them."""
         return operations.reduce(tensor, self.strategy, reduction, scale)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
-        """Tensors padded along a dimension to the longest of all processes."""
+        """Pad tensors along a dimension to the largest size on any process."""
         return operations.pad_across_processes(tensor, self.strategy, dim, pad_index, pad_first)
 
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model as it was given to ``prepare``, which a prepared model still is.
+        """The module itself, without the wrappers of ``torch.compile``, DataParallel and DistributedDataParallel.
 
         Args:
             model: the model.
-            keep_fp32_wrapper: False: give it its own forward back, so that it is a plain module again.
-            keep_torch_compile: accepted; a prepared model is compiled inside.
+            keep_fp32_wrapper: False restores the module's own forward, so that it is a plain module again.
+            keep_torch_compile: accepted and ignored.
         """
         found = unwrapped(model)
         if not keep_fp32_wrapper and isinstance(found, nn.Module):
@@ -414,7 +423,7 @@ class Accelerator(Facts):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared, and give memory back; set names of yours to what this returns: None."""
+        """Forget all prepared objects and free memory. Assign the result, which is None, to your own names for them."""
         self.prepared.clear()
         self.windows.clear()
         self.gradient_state.step = 0
@@ -423,7 +432,7 @@ class Accelerator(Facts):
     clear = free_memory
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported here: sequences are split by ``Trainer(strategy=ModelParallelStrategy(...))``."""
+        """Not supported: use ``Trainer(strategy=ModelParallelStrategy(...))`` to split sequences."""
         if kwargs.get("buffers") or args:
             raise NotImplementedError(
                 "accelerator.maybe_context_parallel: splitting sequences needs the whole step. Use Trainer(strategy="
@@ -432,7 +441,7 @@ class Accelerator(Facts):
         return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not supported: LOMO steps inside of backward, so that no window, clipping or loss scale can apply."""
+        """Not supported: LOMO steps during backward, so windows, clipping and loss scaling cannot work."""
         raise NotImplementedError(
             "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any of "
             "torch.optim."
@@ -442,23 +451,23 @@ class Accelerator(Facts):
 
     @timed("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything that this loop needs to resume to the bit; see :meth:`.save_state.States.save`."""
+        """Save everything that the loop needs for a bit-identical resume; see :meth:`.save_state.States.save`."""
         return self.states.save(output_dir, safe_serialization, **kwargs)
 
     @timed("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Resume from what :meth:`save_state` wrote; see :meth:`.save_state.States.load`."""
+        """Resume from a state of :meth:`save_state`; see :meth:`.save_state.States.load`."""
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects with the state; they need ``state_dict`` and ``load_state_dict``."""
+        """Save and load these objects, which have ``state_dict`` and ``load_state_dict``, with the state."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call ``hook(models, weights, output_dir)`` before a state is saved, on every rank.
 
-        What it writes to ``output_dir`` appears beside the state together with it. A model whose entry rank 0 takes out
-        of ``weights`` is not saved in the state.
+        Files that it writes to ``output_dir`` appear together with the state. If rank 0 removes a model's entry from
+        ``weights``, the state does not contain that model.
 
         Returns:
             A handle with ``remove()``.
@@ -468,7 +477,7 @@ class Accelerator(Facts):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call ``hook(models, input_dir)`` before a state is loaded, on every rank.
 
-        A model that it takes out of ``models`` gets no weights from the state.
+        A model that it removes from ``models`` gets no weights from the state.
 
         Returns:
             A handle with ``remove()``.
@@ -476,13 +485,13 @@ class Accelerator(Facts):
         return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """A model's whole ``state_dict``; every process must call; see :meth:`.model_weights.ModelWeights`."""
+        """A model's whole ``state_dict``. Every process must call this; see :meth:`.model_weights.ModelWeights`."""
         return self.weights.state_dict(model, unwrap)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder, in the ecosystem's layout; every process must call."""
+        """Write a model's weights to a folder; every process must call. See :meth:`.model_weights.ModelWeights`."""
         self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -498,15 +507,15 @@ class Accelerator(Facts):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
+        """Log the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name; ``unwrap`` for the object behind it."""
+        """A tracker by name, or with ``unwrap`` the object behind it."""
         return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """End the run in all trackers. The process group is left when the program ends."""
+        """Close all trackers. The process group is left when the program ends."""
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
@@ -514,18 +523,18 @@ class Accelerator(Facts):
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
-        """Context around a training loop, at whose end stands what is slow in it, why, and what to change.
+        """Context around a training loop that reports what is slow in it, why, and what to change.
 
         Args:
-            dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the ``project_dir``, or the working directory.
-            write: write them; else the report is only said.
+            dirpath: folder for ``doctor.html`` and ``doctor.json``; None for ``project_dir`` or the working directory.
+            write: whether to write these files; False only prints the report.
         """
         return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
-        """Within, processes may have different numbers of batches."""
+        """Context in which processes may have different numbers of batches."""
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose first pass begins after so many batches."""
+        """A loader whose passes skip the first batches; see :func:`.loaders.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)

@@ -1,4 +1,4 @@
-"""Windows of micro-batches in a loop of the user's own: when gradients are communicated, weighed and stepped with."""
+"""Accumulation windows of a user's loop: when gradients are communicated, weighted and used for a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import messages
-from ..strategies.item_weighting import ItemWindow
+from ..strategies.item_weighting import ItemWindow, weighed
+from ..torch_private import local_part
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -18,29 +19,30 @@ if TYPE_CHECKING:
 
 
 class GradientState:
-    """What one Accelerator knows of the batch under way: its loader, and whether gradients are complete after it.
+    """The current micro-batch of an Accelerator: its loader, and whether it completes the gradients.
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: accepted; schedulers stand still on micro-batches that do not step in either case.
-        sync_with_dataloader: a window ends with the loader that it is filled from.
-        sync_each_batch: communicate gradients with every micro-batch: less memory under FSDP, more to send.
+        adjust_scheduler: accepted; schedulers never advance while gradients accumulate.
+        sync_with_dataloader: the last batch of a loader completes a window.
+        sync_each_batch: communicate gradients after every micro-batch: less memory under FSDP, more communication.
 
     Attributes:
-        sync_gradients: the window is complete with this micro-batch, so optimizers step.
-        active_dataloader: the loader that handed out the batch under way; None outside of all passes.
+        sync_gradients: this micro-batch completes the window, so optimizers step.
+        active_dataloader: the loader of the current batch; None outside of all passes.
         window: the innermost open ``accumulate`` window, or the last one.
-        speaker: the window that last decided which backward passes communicate; None: something else has, since.
+        speaker: the window that last decided which backward passes communicate; None if something else did since.
         on_pass: called with a loader when a pass over it begins.
-        explain: finds better words for an error; None if there are none.
-        depth: ``accumulate`` blocks that are open.
-        by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
-        dataloader_references: loaders whose passes are under way, the innermost last.
+        explain: returns an error that says what to do about the one given, or None.
+        depth: number of open ``accumulate`` blocks.
+        by_hand: the loop itself decides which micro-batches step, and weights its losses.
+        dataloader_references: loaders that are being read, the innermost last.
         trains: an optimizer was prepared.
-        first_use: called, once, when the next backward or optimizer step runs.
-        windows: those of ``accumulate``, by the ids of their models; ``()``: the one of all models.
-        checked: what runs backward was chosen for the models that are prepared now.
-        step: a number that the loop may count with; states keep it.
+        first_use: called once, at the next backward pass or optimizer step.
+        windows: windows of ``accumulate`` by the ids of their models; ``()`` for that of all models.
+        checked: whether the function that runs backward passes was chosen since the last model was prepared.
+        runs_own_backward: the script was warned that it does not call ``accelerator.backward``.
+        step: a counter for the loop's own use, saved in states.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class GradientState:
         self.first_use: list[Callable[[], None]] = []
         self.windows: dict[tuple[int, ...], Window] = {}
         self.checked = False
+        self.runs_own_backward = False
         self.step = 0
 
     def models_changed(self) -> None:
@@ -75,13 +78,13 @@ class GradientState:
         self.checked = False
 
     def used(self) -> None:
-        """The loop trains for the first time since something asked for it in ``first_use``."""
+        """Call the functions in ``first_use``."""
         waiting, self.first_use = self.first_use, []
         for tell in waiting:
             tell()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: passes over loaders, open blocks, callbacks, ids."""
+        """The state without what belongs to this process: passes over loaders, open blocks, callbacks, ids."""
         return vars(self) | {
             "speaker": None,
             "on_pass": None,
@@ -95,23 +98,23 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch under way is its loader's last."""
+        """Whether the current batch is the last one of its loader."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """How many samples the last batch of all ranks together has; -1 if nobody knows."""
+        """Number of samples in the last batch of all ranks together; -1 if unknown."""
         return -1 if self.active_dataloader is None else self.active_dataloader.remainder
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a pass over a prepared loader is under way."""
+        """Whether a prepared loader is being read."""
         return self.active_dataloader is not None
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What a ``GradientAccumulationPlugin`` says."""
+        """The fields of the ``GradientAccumulationPlugin``."""
         return {
             "num_steps": self.num_steps,
             "adjust_scheduler": self.adjust_scheduler,
@@ -120,59 +123,58 @@ class GradientState:
         }
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """For loops that fetch a window's batches ahead of its steps, such as that of transformers.Trainer.
+        """For loops that fetch all batches of a window before its steps, such as that of transformers.Trainer.
 
-        The loader's place then says nothing about the micro-batch under way, so losses are taken as they are.
+        The loader's position then says nothing about the current micro-batch, so losses are not weighted.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always False: there are no XLA devices here."""
+        """Always False: XLA is not supported."""
         return False
 
     def say_read_at_once(self) -> None:
-        """Warn if one of several loaders that are read at once ends with samples that only it is to weigh."""
+        """Warn if a loader that is read together with others ends unevenly, which cannot be weighted."""
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
-                    "Several prepared loaders are read at once, and the last batch of one has not as many samples on "
-                    "each process. backward and gather_for_metrics go by the loader that was read last, so that batch "
-                    "is not weighed, and what repeats is not left out. Read one loader over "
+                    "Several prepared loaders are read at once, and the last batch of one differs in size between "
+                    "processes. backward and gather_for_metrics use the loader that was read last, so that batch is "
+                    "not weighted, and repeated samples are not removed. Read one loader over "
                     "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
                 )
 
     def begin(self, loader: PreparedLoader) -> None:
-        """A pass over a loader begins."""
+        """Note that a pass over a loader begins."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
     def end(self, loader: PreparedLoader) -> None:
-        """A pass is over, or was left."""
+        """Note that a pass has ended or was abandoned."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
 
 
 class Window:
-    """The micro-batches that a group of models gathers gradients of; ``with window:`` around each one.
+    """The micro-batches over which a group of models accumulates gradients; ``with window:`` around each one.
 
-    The one that an Accelerator starts with is for loops without ``accumulate``: there every backward counts, and
-    weighing is left to the loop, but for ``num_items``.
+    An Accelerator starts with a window for loops without ``accumulate``: every backward pass counts, and only
+    ``num_items`` weights losses.
 
     Args:
-        state: of the Accelerator; its ``window`` is the innermost that is open, or the last that was.
-        strategy: the ranks.
-        models: whose gradients are held back until the window is complete; None: no ``accumulate`` is meant.
+        models: models whose gradients are not communicated before the window is complete; None for a window of a loop
+            without ``accumulate``.
 
     Attributes:
-        count: micro-batches of the window whose backward has run, the one under way included.
-        counted: the backward of the one under way has run.
-        complete: the one under way is the window's last.
-        free: no ``accumulate`` is meant.
-        settled: ids of the optimizers whose gradients have their final size.
-        stepped: ids of those that have stepped with the window's gradients.
-        cleared: an optimizer's gradients were cleared.
-        local: ids of the strategies that a backward left gradients with, which are still this process's own.
+        count: micro-batches of the window with a backward pass, including the current one.
+        counted: whether the current micro-batch had a backward pass.
+        complete: whether the current micro-batch is the window's last.
+        free: whether the loop does not use ``accumulate``.
+        settled: ids of optimizers whose gradients are final: communicated, unscaled and weighted.
+        stepped: ids of optimizers that have stepped with the window's gradients.
+        cleared: whether an optimizer's gradients were cleared.
+        local: ids of strategies that still hold gradients which were not communicated.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
@@ -196,7 +198,7 @@ class Window:
         self._factor: float | Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Where the window stands. Ids mean nothing elsewhere: an optimizer says itself that it has stepped."""
+        """The window's position, without ids, which mean nothing elsewhere."""
         stepped = {0} if self.stepped else set()
         return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
@@ -206,7 +208,7 @@ class Window:
         state.depth += 1
         state.window = self
         left_out = self.count > 0 and not (self.counted or self.stepped)
-        if self.complete and not left_out:  # gradients whose last micro-batch was left out wait for the next one
+        if self.complete and not left_out:  # if the last micro-batch was skipped, its gradients wait for the next one
             self.begin()
         self.counted = False
         ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
@@ -226,14 +228,14 @@ class Window:
                 raise better from error
 
     def communicate(self, enabled: bool) -> None:
-        """Say whether backwards of the group's models communicate; nothing if that was said already."""
+        """Set whether backward passes of the models communicate."""
         if enabled is not self._communicates or self.state.speaker is not self:
             self._communicates, self.state.speaker = enabled, self
             for strategy in self._strategies:
                 strategy.sync_gradients(enabled)
 
     def begin(self) -> None:
-        """Forget the window whose gradients were stepped with, or dropped."""
+        """Begin a new window."""
         if self.cleared and not self.stepped:
             self.items.items = 0
         self.cleared = False
@@ -245,16 +247,13 @@ class Window:
         self.stepped.clear()
 
     def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
-        """Count a backward pass of this loss; returns the loss to run it on, shape ().
+        """Count a backward pass, and return the weighted loss for it, shape ().
 
-        Several backwards of one micro-batch count as one.
+        Several backward passes of one micro-batch count as one.
 
         Args:
             loss: scalar, shape ().
-            num_items: how many items it is the mean over; None: micro-batches count alike.
-
-        Raises:
-            ValueError: a number for some losses only, or two numbers for one micro-batch.
+            num_items: number of items that the loss is the mean of; None if all micro-batches have the same weight.
         """
         state = self.state
         loader = None if state.by_hand else state.active_dataloader
@@ -291,12 +290,12 @@ class Window:
         if self.by_items is not None:
             raise ValueError(
                 "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
-                "weighed. Pass it with every loss, or with none."
+                "weighted. Pass it with every loss, or with none."
             )
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """The loss, so that fp16's scale is that of the window's first, whatever other windows' steps make of it."""
+        """The loss multiplied so that the whole window has the fp16 scale of its first loss."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss
@@ -313,10 +312,10 @@ class Window:
                 f"accelerator.backward got num_items={num_items} and {self._batch_items} for losses of one "
                 "micro-batch, but its items are counted once. Pass the same number with each of its losses."
             )
-        return loss * (num_items / (self.items.unit or 1.0))
+        return weighed(loss, num_items, self.items.unit)
 
     def settle(self, optimizer: AcceleratedOptimizer) -> None:
-        """Give an optimizer's gradients their final size, once: communicated, unscaled, weighed by what is in it."""
+        """Make an optimizer's gradients final, once: communicate, unscale and weight them."""
         if id(optimizer) in self.settled or not self.count:
             return
         self.settled.add(id(optimizer))
@@ -331,27 +330,54 @@ class Window:
         left = self.local & optimizer.strategies if optimizer.strategies else self.local
         if left or (lacking and strategy.communicates_gradients):
             strategy.complete_gradients(inner)
-        if optimizer.scales:
-            strategy.unscale_gradients(inner)
         factor = self._factor
         if factor is None:
             factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
             self._factor = factor
         if self._scale is not None:
+            strategy.unscale_gradients(inner)  # first: it may change the scale
             now = self._precision.shared_scale()
             factor = factor if now is None else factor * (now / self._scale)
-        if self.by_items or self._scale is not None or factor != 1.0:
-            strategy.scale_gradients(inner, factor)
+        strategy.finish_gradients(inner, factor)
+
+    def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
+        """Find gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
+
+        Raises:
+            RuntimeError: inside ``accumulate``, where no update would ever be due.
+        """
+        state, scaler = self.state, optimizer.strategy.precision.scaler
+        counts = state.num_steps > 1 and not self.free
+        scales = scaler is not None and scaler.is_enabled() and not state.runs_own_backward
+        if state.by_hand or not (counts or scales) or any(window.count for window in state.windows.values()):
+            return
+        found = [parameter.grad for parameter in optimizer._own_parameters if parameter.grad is not None]
+        if not any(gradient.is_sparse or bool(local_part(gradient).any()) for gradient in found):
+            return
+        name = f"{type(optimizer.optimizer).__name__}.step()"
+        if counts:
+            raise RuntimeError(
+                f"{name} was called in `with accelerator.accumulate(...):` with gradients that did not come from "
+                f"accelerator.backward. Only its calls count as micro-batches, so a window of {state.num_steps} would "
+                "never be complete. Call accelerator.backward(loss) instead of loss.backward(); it also divides the "
+                f"loss by gradient_accumulation_steps={state.num_steps}, so do not divide it yourself."
+            )
+        state.runs_own_backward = True
+        messages.warn(
+            f"{name} divides gradients by fp16's loss scale, but they did not come from accelerator.backward, which "
+            "multiplies the loss by it. Call accelerator.backward(loss) instead of loss.backward(). If the script "
+            "calls accelerator.scaler.scale(loss) itself, ignore this warning."
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The window under way, as plain data for a checkpoint."""
+        """The window's position, as plain data for a checkpoint."""
         waiting = not self.complete or (self.count > 0 and not self.stepped)
         scale = None if self._scale is None else float(self._scale)
         kept = {"by_items": self.by_items, "items": self.items.state_dict(), "scale": scale}
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`; the gradients are in place by then, or the window is to begin anew."""
+        """Restore :meth:`state_dict`. Gradients must be restored by then, unless the count is 0."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None
@@ -360,7 +386,7 @@ class Window:
 
 
 def _share(loss: Tensor, num_items: Any, share: float) -> tuple[Tensor, Any]:
-    """Loss and number of items of a last batch that has more or fewer samples here than on other processes."""
+    """The weighted loss and number of items of a last batch whose size differs between processes."""
     if num_items is None:
         return loss * share, None
     return loss, 0 if share == 0.0 else num_items

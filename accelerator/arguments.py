@@ -1,4 +1,4 @@
-"""What ``Accelerator(...)`` was given, together with the settings of other places, as what it is made of."""
+"""Read the arguments of ``Accelerator(...)`` together with settings from other sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import messages
 from ..settings import Settings, if_set, resolve
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
-from .kwargs_handlers import Handlers, sort_handlers
+from .kwargs_handlers import sort_handlers
 from .loaders import DataLoaderConfiguration
 from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo
 from .process_state import stays_on_cpu
@@ -34,19 +34,11 @@ _LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_s
 
 @dataclass
 class Arguments:
-    """What an Accelerator is made of.
+    """The arguments of an Accelerator, with defaults from the settings.
 
     Attributes:
-        settings: every setting, with its origin.
-        choice: handlers and plugins, with what they left open.
-        strategy: not set up yet.
-        shards: the strategy replaces a model's parameters by parts of them.
-        accumulation: the arguments of ``GradientState``.
-        clip_norm: what optimizers clip the norm of gradients to by themselves; None: nothing.
-        dynamo: how models are compiled.
-        dataloader_config: how loaders are split.
-        project_configuration: folders.
-        log_with: trackers, as they were given.
+        shards: whether the strategy replaces parameters by parts of them.
+        clip_norm: norm to which optimizers clip gradients by themselves, or None.
     """
 
     settings: Settings
@@ -61,19 +53,19 @@ class Arguments:
     log_with: Any
 
     @property
-    def handlers(self) -> Handlers:
-        """Those of ``kwargs_handlers``."""
-        return self.choice.handlers
+    def plugins(self) -> dict[str, Any]:
+        """The plugins in use, by name."""
+        choice = self.choice
+        return {
+            "deepspeed_plugin": choice.deepspeed_plugin,
+            "fsdp_plugin": choice.fsdp_plugin,
+            "dynamo_plugin": self.dynamo,
+            "parallelism_config": choice.parallelism_config,
+        }
 
 
-def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
-    """Read the arguments of ``Accelerator(...)``, by name.
-
-    Raises:
-        TypeError: an object of another class than its argument takes.
-        ValueError: an unknown word, or arguments that contradict each other.
-        NotImplementedError: something that Paceline does not have.
-    """
+def read_arguments(**arguments: Any) -> Arguments:
+    """Read the arguments of ``Accelerator(...)``."""
     if arguments["megatron_lm_plugin"] is not None:
         raise NotImplementedError(
             "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch's own means. Use "
@@ -118,7 +110,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
 
 
 def _word(value: Any) -> str | None:
-    """A word, also of an enum whose members are words."""
+    """The word of a string or an enum member, in lower case."""
     return None if value is None else str(getattr(value, "value", value)).lower()
 
 
@@ -154,7 +146,7 @@ def _shards(strategy: Strategy) -> bool:
     if getattr(strategy, "splits_batches", False) and type(strategy).splits_batches:
         raise NotImplementedError(
             f"Accelerator with {type(strategy).__name__}: a pipeline runs forward and backward of many micro-batches "
-            "in turn, which a loop of one's own cannot. Use Trainer(strategy=...), or shard the model with "
+            "in turn, which your own loop cannot. Use Trainer(strategy=...), or shard the model with "
             "strategy='fsdp'."
         )
     return bool(strategy.communicates_forward)

@@ -1,4 +1,4 @@
-"""One process reads a loader and hands each of the others its rows, for data that only one can (or should) read."""
+"""Loaders that only process 0 reads, which sends the others their batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ..strategies.base import Strategy
 
 
 class Handed(NamedTuple):
-    """What a process gets in one round.
+    """What a process receives in one round.
 
     Attributes:
-        batch: its batch.
-        share: what the mean over it counts in the mean over all processes; 0.0 if it only repeats another's.
-        over: there is no batch, the pass has ended.
-        failure: there is no batch, because reading failed with these words.
+        share: weight of its mean in the mean over all processes; 0.0 if it only repeats rows of another process.
+        over: the pass has ended, and there is no batch.
+        failure: error text if reading failed, and there is no batch.
     """
 
     batch: Any = None
@@ -31,15 +30,14 @@ class Handed(NamedTuple):
 
 
 class Dispatched(Shard):
-    """Takes the place of a loader that process 0 alone reads: in a round each process gets one of its batches.
+    """A loader that only process 0 reads; in each round every process gets one batch.
 
-    Batches may have different shapes: they are handed over as they are, never joined. In a last round with fewer
-    batches than processes each is cut, in order, for some of them; who gets no row repeats one, with a share of 0.
+    Batches may have different shapes, as they are never joined. If the last round has fewer batches than processes,
+    they are cut, in order; a process without rows repeats one with a share of 0.
 
     Args:
-        loader: on every process; only process 0's is read.
-        strategy: whose processes they are.
-        split: every batch is cut into one part for each process.
+        loader: the loader, which only process 0 reads.
+        split: whether each batch is cut into one part per process.
     """
 
     alike = False
@@ -64,7 +62,7 @@ class Dispatched(Shard):
             return self._hand_out(None)
         batches = Batches(self.paceline_whole, skip=self.start * self._per_round, seed=self.worker_seed)
         try:
-            source = iter(batches)  # now rather than with the first batch: leaving out batches may draw numbers
+            source = iter(batches)  # not with the first batch: skipping batches may draw random numbers
         except Exception as error:
             self._tell(error)
             raise
@@ -91,7 +89,7 @@ class Dispatched(Shard):
         return self.strategy.scatter_objects([parts[owner] for owner in self._owners])
 
     def _tell(self, error: Exception) -> None:
-        """Let the other processes fail too, rather than wait."""
+        """Make the other processes fail too, instead of waiting."""
         failed = Handed(failure=f"{type(error).__name__}: {error}")
         self.strategy.scatter_objects([failed] * len(self._owners))
 
@@ -109,11 +107,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Deal at most ``world`` batches to ``world`` processes, in order; where there are fewer, cut them.
-
-    Raises:
-        ValueError: a batch that has to be cut has no rows in common to all its tensors.
-    """
+    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count
@@ -123,9 +117,9 @@ def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]
 
 
 def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
-    """Cut a batch into parts of its rows, sizes differing by at most 1; with each, how many rows count.
+    """Cut a batch into parts whose sizes differ by at most 1; returns pairs of part and number of rows that count.
 
-    A batch whose tensors have no first dimension in common stays whole, and counts once.
+    A batch whose tensors have no common first dimension stays whole, and counts once.
     """
     rows = _rows(batch)
     if rows is None and must:
@@ -151,7 +145,7 @@ def _rows(batch: Any) -> int | None:
 
 
 def _slice(value: Any, piece: slice, rows: int) -> Any:
-    """The rows of every tensor, and of lists that have one entry a row."""
+    """The rows of every tensor, and of lists with one entry per row."""
     if isinstance(value, Tensor):
         return value[piece] if value.dim() else value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Words that settings and handlers are written with. Each is a string, in upper or lower case."""
+"""Enums for the words in settings and handlers; they accept strings in upper and lower case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .. import messages
 
-#: What ``mixed_precision``, ``dynamo_backend`` and ``log_with`` take by name.
+#: Words for ``mixed_precision``, ``dynamo_backend`` and ``log_with``.
 MixedName = Literal["no", "fp16", "bf16"]
 BackendName = Literal[
     "no",
@@ -32,7 +32,7 @@ TrackerName = Literal["all", "csv", "tensorboard", "wandb"]
 
 
 class Word(str, Enum):
-    """A string among a few, found in upper and lower case; it equals the plain string."""
+    """A string enum whose members equal plain strings, and are found in upper and lower case."""
 
     def __str__(self) -> str:
         return self.value
@@ -52,31 +52,26 @@ class Word(str, Enum):
 
     @classmethod
     def list(cls) -> builtins.list[str]:
-        """All of them."""
+        """All values."""
         return [word.value for word in cls]
 
 
 class DistributedType(Word):
-    """How processes share the work. Paceline's are NO, MULTI_CPU, MULTI_GPU, DEEPSPEED and FSDP."""
+    """How processes share the work."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
+    # Not supported; programs compare with them.
+    MULTI_NPU, MULTI_MLU, MULTI_SDAA, MULTI_MUSA = "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"
+    MULTI_XPU, MULTI_HPU, MULTI_NEURON = "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"
+    XLA, MEGATRON_LM = "XLA", "MEGATRON_LM"
 
 
 class PrecisionType(Word):
-    """What ``mixed_precision`` may be."""
+    """Values of ``mixed_precision``."""
 
     NO = "no"
     FP8 = "fp8"
@@ -89,30 +84,21 @@ class RNGType(Word):
 
     TORCH = "torch"
     CUDA = "cuda"
-    MLU = "mlu"
-    SDAA = "sdaa"
-    MUSA = "musa"
-    NPU = "npu"
-    XLA = "xla"
-    XPU = "xpu"
-    HPU = "hpu"
-    NEURON = "neuron"
     GENERATOR = "generator"
+    # Not supported; programs compare with them.
+    MLU, SDAA, MUSA, NPU, XLA = "mlu", "sdaa", "musa", "npu", "xla"
+    XPU, HPU, NEURON = "xpu", "hpu", "neuron"
 
 
 class LoggerType(Word):
     """A tracker by name."""
 
     ALL = "all"
-    AIM = "aim"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
+    # Only with a tracker class of the user's own.
+    AIM, TRACKIO, COMETML, MLFLOW = "aim", "trackio", "comet_ml", "mlflow"
+    CLEARML, DVCLIVE, SWANLAB = "clearml", "dvclive", "swanlab"
 
 
 class ComputeEnvironment(Word):
@@ -123,7 +109,7 @@ class ComputeEnvironment(Word):
 
 
 class DynamoBackend(Word):
-    """What compiles the graphs of torch.compile. Which of them there are depends on torch and on what is installed."""
+    """Backends of torch.compile; which ones exist depends on torch and installed packages."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -154,7 +140,7 @@ class DDPCommunicationHookType(Word):
 
 
 class CustomDtype(Word):
-    """Number formats that are no dtype of torch."""
+    """Number formats that are not dtypes of torch."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -162,7 +148,7 @@ class CustomDtype(Word):
 
 
 class FP8BackendType(Word):
-    """Packages that train in 8 bits."""
+    """Packages for 8-bit training."""
 
     NO = "NO"
     TE = "TE"

@@ -1,4 +1,4 @@
-"""Explanations for errors of a loop of one's own."""
+"""Explanations for errors in a user's loop."""
 
 from __future__ import annotations
 
@@ -17,25 +17,16 @@ if TYPE_CHECKING:
 
 
 class Errors:
-    """Says what to do about an error that a model, an optimizer or a loop raises.
+    """Explains what to do about errors of models, optimizers and loops.
 
-    Models and optimizers hold one of these. It refers weakly to what was prepared, so that a loader and its workers
-    end as soon as the script drops them.
-
-    Args:
-        prepared: what the loop has; None: unknown.
+    It holds prepared objects weakly, so that loaders and their workers end as soon as the script drops them.
     """
 
     def __init__(self, prepared: Prepared | None = None) -> None:
         self._prepared = None if prepared is None else weakref.ref(prepared)
 
     def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
-        """An error of the same type that says what to do; None if there is nothing to add to ``error``.
-
-        Args:
-            model: the one whose forward, backward or step failed; None: unknown.
-            error: as raised.
-        """
+        """An error of the same type that says what to do; None if there is nothing to add."""
         lost = explain_lost_worker(error, "")
         if lost is not None:
             return lost
@@ -62,14 +53,13 @@ class Errors:
         )
 
     def explain_uncaught(self) -> None:
-        """Explain errors that end the program too.
+        """Also explain errors that end the program.
 
-        A model in full precision on one process keeps its own forward, which costs nothing more, so its errors pass
-        through no code of ours.
+        A model in full precision on one process keeps its own forward, so its errors reach nothing else of ours.
         """
         before: Any = sys.excepthook
         if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:
-            before = before.args[0]  # only the Accelerator made last explains
+            before = before.args[0]  # only the newest Accelerator explains
         sys.excepthook = partial(self._uncaught, before)
 
     def _uncaught(self, before: Any, kind: Any, error: BaseException, trace: TracebackType | None) -> None:

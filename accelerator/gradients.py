@@ -1,4 +1,4 @@
-"""The gradients of one Accelerator: what runs backward passes, holds gradients back, unscales and clips them."""
+"""The gradients of one Accelerator: backward passes, communication, unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Gradients:
-    """Chooses what runs backward passes, and finishes gradients for clipping.
+    """Chooses the function that runs backward passes, and finishes gradients for clipping.
 
     Attributes:
-        strategy: of the Accelerator.
-        state: the window under way.
-        prepared: the models and optimizers.
-        run: runs the backward pass of a weighed loss; None: the loss does it itself.
-        replicas: strategies whose backward passes may leave gradients that only this process has.
-        norm: of the last window's gradients before they were clipped, shape (); None before the first.
+        run: runs the backward pass of a weighted loss; None to call the loss's own ``backward``.
+        replicas: strategies whose backward passes may leave gradients that were not communicated.
+        norm: norm of the last window's gradients before clipping, shape (); None before the first window.
     """
 
     strategy: Strategy
@@ -50,7 +47,7 @@ class Gradients:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def choose(self) -> None:
-        """Choose what runs backward passes. What the script forgot to prepare is found here, once."""
+        """Choose the function that runs backward passes, and check once that the script prepared everything."""
         self._check_optimizers()
         self._check_shared()
         self.state.checked = True
@@ -64,7 +61,7 @@ class Gradients:
         self.run = None if plain else partial(method, strategy)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """An error of a backward pass that says what to do; None if there is nothing to add."""
+        """An error that says what to do about a failed backward pass; None if there is nothing to add."""
         trained = self.prepared.trained
         return self.prepared.errors.explain(trained[0] if len(trained) == 1 else None, error)
 
@@ -117,7 +114,7 @@ class Gradients:
                 self.state.window.settle(one)
 
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """The current parameters, whose gradients then have their final size, and the strategy that clips them."""
+        """Finish the gradients of parameters; returns the current parameters and the strategy that clips them."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}
@@ -140,13 +137,10 @@ class Gradients:
         return self.strategy.precision.scaler is not None
 
     def _check_optimizers(self) -> None:
-        """Raise if an optimizer that was not prepared would step with gradients that are not complete.
+        """Raise a RuntimeError if an optimizer that was not prepared would step with incomplete gradients.
 
-        It matters where gradients are accumulated, scaled, weighed by items or sharded. Only models without a prepared
-        optimizer are searched for, so a complete script pays nothing.
-
-        Raises:
-            RuntimeError: there is one.
+        This matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for models
+        without a prepared optimizer, so a correct script pays nothing.
         """
         state, optimizers = self.state, self.prepared.optimizers
         unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled
@@ -159,7 +153,7 @@ class Gradients:
             return
         known = {id(one.optimizer) for one in optimizers}
         for found in gc.get_objects():
-            kind = type(found)  # isinstance would ask a weak proxy, whose object may have gone
+            kind = type(found)  # isinstance fails for a weak proxy whose object is gone
             if not issubclass(kind, Optimizer) or issubclass(kind, AcceleratedOptimizer) or id(found) in known:
                 continue
             owner = _owner(found, lacking)
@@ -167,7 +161,7 @@ class Gradients:
                 raise RuntimeError(self._forgotten(found, owner))
 
     def _why(self) -> str:
-        """What a step of an optimizer that does not wait for complete gradients would do wrong."""
+        """Why an optimizer must not step before gradients are complete."""
         if self._is_scaled:
             return "so it would step with gradients that have fp16's loss scale in them"
         if self.state.num_steps > 1:
@@ -186,7 +180,7 @@ class Gradients:
         )
 
     def _check_shared(self) -> None:
-        """Warn if what was not prepared makes the processes train apart, or on the same samples."""
+        """Warn if processes train separately, or on the same samples, because something was not prepared."""
         processes = self.strategy.num_data_ranks
         if processes == 1:
             return

@@ -1,4 +1,4 @@
-"""``Accelerator(kwargs_handlers=[...])``: arguments for what the Accelerator makes, one class for each thing."""
+"""``Accelerator(kwargs_handlers=[...])``: arguments for objects that the Accelerator creates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .enums import DDPCommunicationHookType
 
 @dataclass
 class KwargsHandler:
-    """Arguments for something that the Accelerator makes."""
+    """Arguments for an object that the Accelerator creates."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, by name."""
@@ -35,18 +35,19 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """For ``torch.autocast``, in which forwards run under ``mixed_precision="fp16"`` and ``"bf16"``.
+    """For ``torch.autocast``, in which forward passes run under ``mixed_precision="fp16"`` and ``"bf16"``.
 
     Args:
-        enabled: False: forwards compute in the dtype of the weights.
-        cache_enabled: convert a weight once a forward rather than at each use; None: as torch does.
+        enabled: False to compute in the dtype of the weights.
+        cache_enabled: whether to convert a weight once per forward pass instead of at each use; None for torch's
+            default.
     """
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """A block whose forwards have the dtypes of the strategy's precision, with these arguments."""
+        """Context for the strategy's precision, with these arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -59,16 +60,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """For ``torch.nn.parallel.DistributedDataParallel``.
 
     Args:
-        dim: where a batch is split; of no meaning with one device a process.
-        broadcast_buffers: give all processes rank 0's buffers before each forward.
-        bucket_cap_mb: size of the buckets in which gradients are reduced, MiB.
+        dim: has no effect with one device per process.
+        broadcast_buffers: give all processes rank 0's buffers before each forward pass.
+        bucket_cap_mb: size of the gradient buckets in MiB.
         find_unused_parameters: look in each step for parameters that the loss does not depend on.
-        check_reduction: no meaning in today's torch.
-        gradient_as_bucket_view: gradients are views of the buckets: their memory is needed once.
-        static_graph: the same parameters are used in every step.
+        check_reduction: has no effect.
+        gradient_as_bucket_view: make gradients views of the buckets, to save memory.
+        static_graph: every step uses the same parameters.
         comm_hook: how a bucket is reduced: in 16 bits, or with low rank.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: convert before the hook.
-        comm_state_option: for PowerSGD, what ``PowerSGDState`` takes (``matrix_approximation_rank``, ...).
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which buckets are converted before the hook.
+        comm_state_option: for PowerSGD, arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...).
     """
 
     dim: int = 0
@@ -93,8 +94,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
-                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is no wrapper. Choose 'no', "
-                "'fp16' or 'bf16'."
+                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is not a wrapper. Choose "
+                "'no', 'fp16' or 'bf16'."
             )
         if self.comm_hook is named.NO and (self.comm_wrapper is not named.NO or self.comm_state_option):
             raise ValueError(
@@ -111,15 +112,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """What DistributedDataParallel itself takes; with ``ignore_keys=()`` every field."""
+        """The arguments of DistributedDataParallel itself; with ``ignore_keys=()`` every field."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def options(self) -> dict[str, Any]:
         """The arguments of DDPStrategy."""
-        hook, wrapper = (
-            DDPCommunicationHookType(self.comm_hook).value,
-            DDPCommunicationHookType(self.comm_wrapper).value,
-        )
+        hook, wrapper = str(self.comm_hook), str(self.comm_wrapper)
         found = self.to_kwargs()
         if hook != "no":
             found |= {"ddp_comm_hook": "powersgd" if hook == "power_sgd" else hook}
@@ -133,11 +131,11 @@ class GradScalerKwargs(KwargsHandler):
     """For the ``GradScaler`` of ``mixed_precision="fp16"``.
 
     Args:
-        init_scale: what losses are multiplied with at first.
-        growth_factor: what the scale is multiplied with after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied with after an overflow.
-        growth_interval: good steps in a row.
-        enabled: False: losses are not scaled.
+        init_scale: initial loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: number of consecutive steps without overflow.
+        enabled: False to not scale losses.
     """
 
     init_scale: float = 65536.0
@@ -152,9 +150,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     """For ``torch.distributed.init_process_group``.
 
     Args:
-        backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes; None: 30 minutes.
+        backend: None for gloo on the CPU, NCCL with CUDA.
+        init_method: URL for the rendezvous of the processes; None for the launcher's.
+        timeout: how long a collective waits for other processes; None for 30 minutes.
     """
 
     backend: str | None = None
@@ -177,6 +175,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+_PASSED_ON = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 @dataclass
@@ -184,16 +183,16 @@ class ProfileKwargs(KwargsHandler):
     """For ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ...; None: all that this torch can watch.
-        schedule_option: what ``torch.profiler.schedule`` takes: ``wait``, ``warmup``, ``active``, ``repeat``,
-            ``skip_first``, in steps.
-        on_trace_ready: called with the profiler when ``active`` steps are over.
-        record_shapes: keep the shapes of inputs.
-        profile_memory: keep what is allocated and freed.
-        with_stack: keep file and line.
+        activities: ``"cpu"``, ``"cuda"``, ...; None for all that this torch supports.
+        schedule_option: arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``, ``active``,
+            ``repeat``, ``skip_first``.
+        on_trace_ready: called with the profiler after the ``active`` steps.
+        record_shapes: record the shapes of inputs.
+        profile_memory: record allocations.
+        with_stack: record file and line.
         with_flops: estimate operations.
-        with_modules: keep module names.
-        output_trace_dir: folder for one Chrome trace a process.
+        with_modules: record module names.
+        output_trace_dir: folder for one Chrome trace per process.
     """
 
     activities: Sequence[Activity] | None = None
@@ -207,11 +206,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> torch.profiler.profile:
-        """The profiler.
-
-        Raises:
-            ValueError: an activity that torch does not know, or a schedule without ``active``.
-        """
+        """Create the profiler."""
         unknown = [name for name in self.activities or () if str(name).lower() not in _ACTIVITIES]
         if unknown:
             raise ValueError(messages.unknown("activity in ProfileKwargs", unknown[0], _ACTIVITIES))
@@ -219,20 +214,15 @@ class ProfileKwargs(KwargsHandler):
         return torch.profiler.profile(
             activities=found or None,
             schedule=self._schedule(),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            **{name: getattr(self, name) for name in _PASSED_ON},
         )
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context that gives the running profiler; with a schedule call its ``step()`` after each batch.
+        """Context that returns the running profiler; with a schedule, call its ``step()`` after each batch.
 
-        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there, and all wait for each other.
-        Where a schedule repeats, later traces are ``profile_<rank>_1.json``, ``profile_<rank>_2.json``, ...
+        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there (repeated schedules also write
+        ``profile_<rank>_1.json``, ...), and all wait for each other.
         """
         profiler = self.build()
         if self.output_trace_dir is not None:
@@ -258,7 +248,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
-    """Let the profiler write each trace before its own ``on_trace_ready`` is called."""
+    """Make the profiler write each trace before its own ``on_trace_ready`` is called."""
     folder.mkdir(parents=True, exist_ok=True)
     then, written = profiler.on_trace_ready, 0
 
@@ -272,58 +262,35 @@ def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> 
     profiler.on_trace_ready = write
 
 
-@dataclass
 class _EightBits(KwargsHandler):
-    """Accepted by name, refused when given to an Accelerator."""
+    """Can be created with any arguments; an Accelerator refuses it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        vars(self).update(arguments)
 
 
-@dataclass
 class AORecipeKwargs(_EightBits):
-    """For torchao's 8-bit training, which Paceline does not have."""
-
-    config: Any = None
-    module_filter_func: Callable[..., bool] | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    """For 8-bit training with torchao, which is not supported."""
 
 
-@dataclass
 class TERecipeKwargs(_EightBits):
-    """For TransformerEngine's 8-bit training, which Paceline does not have."""
-
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = None
+    """For 8-bit training with TransformerEngine, which is not supported."""
 
 
-@dataclass
 class MSAMPRecipeKwargs(_EightBits):
-    """For MS-AMP's 8-bit training, which Paceline does not have."""
-
-    opt_level: str | None = None
+    """For 8-bit training with MS-AMP, which is not supported."""
 
 
-@dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """For 8-bit training by TransformerEngine or MS-AMP, which Paceline does not have."""
-
-    backend: str | None = None
+    """For 8-bit training with TransformerEngine or MS-AMP, which is not supported."""
 
 
-NO_EIGHT_BITS = (
-    "Paceline has no 8-bit training: it computes in what torch.autocast knows. Write mixed_precision='bf16', and leave "
-    "the fp8 recipe out."
-)
+NO_EIGHT_BITS = "Paceline has no 8-bit training. Use mixed_precision='bf16' without an fp8 recipe."
 
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers an Accelerator was given, by what they are for; None: none of that kind."""
+    """The handlers of an Accelerator by kind; None if there is none."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
@@ -341,19 +308,16 @@ _KINDS: dict[str, type[KwargsHandler]] = {
 }
 
 
-def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Sort ``Accelerator(kwargs_handlers=[...])``.
+_ACCEPTED = messages.names(kind.__name__ for kind in _KINDS.values()).replace("'", "")
 
-    Raises:
-        TypeError: something in it is no handler.
-        ValueError: two of one kind.
-        NotImplementedError: a recipe for 8-bit training.
-    """
+
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Sort ``Accelerator(kwargs_handlers=[...])``."""
     found: dict[str, Any] = {}
     if kwargs_handlers is not None and not isinstance(kwargs_handlers, (list, tuple)):
         raise TypeError(
             f"Accelerator(kwargs_handlers={kwargs_handlers!r}) is {messages.a(kwargs_handlers)}. Pass a list of "
-            f"handlers: {_accepted()}."
+            f"handlers: {_ACCEPTED}."
         )
     for handler in kwargs_handlers or ():
         if isinstance(handler, _EightBits):
@@ -364,15 +328,10 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if kind in found:
             raise ValueError(
                 f"Accelerator(kwargs_handlers=[...]) has two {_KINDS[kind].__name__}: {found[kind]} and {handler}. "
-                "Write what you want of both into one."
+                "Combine them into one."
             )
         found[kind] = handler
     return Handlers(**found)
-
-
-def _accepted() -> str:
-    listed = [kind.__name__ for kind in _KINDS.values()]
-    return f"{', '.join(listed[:-1])} or {listed[-1]}"
 
 
 def _no_handler(given: Any) -> str:
@@ -390,4 +349,4 @@ def _no_handler(given: Any) -> str:
         hint = f" Did you mean {given.__name__}()?"
     else:
         hint = f" It belongs to Accelerator({places[name]}=...)." if name in places else ""
-    return f"Accelerator(kwargs_handlers=[...]) holds {given!r:.200}, which is no handler.{hint} Pass {_accepted()}."
+    return f"Accelerator(kwargs_handlers=[...]) holds {given!r:.200}, which is not a handler.{hint} Pass {_ACCEPTED}."

@@ -28,22 +28,22 @@ def notebook_launcher(
     use_port: int | str | None = None,
     **more: Any,
 ) -> Any:
-    """Call ``function(*args)`` in processes that make one group, from a notebook cell; returns rank 0's result.
+    """Call ``function(*args)`` in several processes from a notebook cell; returns rank 0's result.
 
-    The processes are copies of this one, so the function may be defined in a cell and use what other cells made. It
-    builds its own Accelerator, model and loaders; nothing may have used a GPU before. With one process it is called
-    here. After an error the launcher can be called again.
+    The processes are copies of this one, so the function may be defined in a cell and use variables of other cells. It
+    must create its own Accelerator, model and loaders, and nothing may have used a GPU before. A single process is this
+    one. After an error the launcher can be called again.
 
     Args:
-        function: what each process calls.
+        function: called in each process.
         args: its arguments.
-        num_processes: None: one for each GPU, or one on the CPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that say nothing else.
-        use_port: where the processes meet; None: a free port.
-        **more: what Accelerate's launcher takes too, such as ``num_nodes=1``; only values that ask for nothing.
+        num_processes: None for one per GPU, or one on the CPU.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators without this argument.
+        use_port: port of the rendezvous; None for a free one.
+        **more: other arguments of Accelerate's launcher, such as ``num_nodes=1``, with values that have no effect.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; or CUDA is in use already.
+        RuntimeError: a process failed (with the first traceback), or CUDA is already in use.
     """
     _refuse_more(more)
     variables = {"PACELINE_MIXED_PRECISION": _precision(mixed_precision), FORKED: "1"}
@@ -62,16 +62,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Call ``function(*args)`` in processes on the CPU, to try code for several devices; returns rank 0's result.
-
-    Args:
-        function: what each process calls.
-        args: its arguments.
-        num_processes: how many.
-
-    Raises:
-        RuntimeError: a process failed, with the traceback of the first.
-    """
+    """Like :func:`notebook_launcher`, but always on the CPU, to try code for several devices."""
     return _start(function, args, num_processes, "cpu", {"PACELINE_CPU": "true", FORKED: "1"})
 
 
@@ -84,20 +75,20 @@ def _start(
     port: int = 0,
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_processes={count!r} is no number of processes. Pass 1 or more.")
+        raise ValueError(f"num_processes={count!r} is not a number of processes. Pass 1 or more.")
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
             "This process is in a process group already, so it cannot start another one. Restart the notebook, or call "
             "PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with environment(variables), forgotten():  # a copied process stands somewhere else than this one
+    with environment(variables), forgotten():  # copied processes have other ranks
         return launch.start(function, tuple(args), count, method, kind, port=port)
 
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables as given, None where they are to stay; all as before afterwards."""
+    """Context in which environment variables have other values; None leaves one unchanged."""
     changed = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
@@ -119,10 +110,10 @@ def _precision(asked: str | None) -> str | None:
 
 
 def _refuse_used(kind: str, count: int) -> None:
-    """CUDA cannot be used in a copy of a process that has used it."""
+    """Raise if CUDA is in use, because copies of this process could not use it."""
     if kind == "cuda" and torch.cuda.is_initialized():
         raise RuntimeError(
-            f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialised in it before the "
+            f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
             "launch, and a copy cannot use CUDA again. Restart the notebook; then build models, loaders and the "
             "Accelerator only inside the function, and look in earlier cells for .cuda(), .to('cuda'), "
             "torch.cuda.memory_allocated(), device='cuda' and imports that do such things (torch.cuda.is_available() "
@@ -130,7 +121,7 @@ def _refuse_used(kind: str, count: int) -> None:
         )
 
 
-#: Arguments of Accelerate's launcher, with the values that ask for nothing.
+#: Arguments of Accelerate's launcher, with the values that have no effect.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "master_addr": ("127.0.0.1", "localhost", None),
     "node_rank": (0,),

@@ -1,6 +1,6 @@
-"""Where a loader is: its pass under way, and the first one after a position was loaded.
+"""Positions of loaders: the current pass, and the first one after a position was loaded.
 
-A script may skip to that position by itself: it expects to (``Loaded.by_script``), or is told that it need not.
+A script may skip to that position itself. Either this is expected (``Loaded.by_script``), or it is told not to.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Pass:
 
     Attributes:
         epoch: its number, 0-based.
-        done: batches of it that were handed out, those left out at its beginning included.
-        batches: where they come from.
-        length: how many batches it has; -1: ``batches`` knows with each one whether it is the last.
-        random: the states of the host's random generators with which it began.
+        done: number of batches yielded, including skipped ones.
+        batches: the source of its batches.
+        length: number of its batches; -1 if ``batches`` knows after each one whether it is the last.
+        random: states of the host's random generators at its start.
     """
 
     __slots__ = ("batches", "done", "epoch", "length", "random")
@@ -38,25 +38,25 @@ class Pass:
 
     @property
     def at_last(self) -> bool:
-        """Whether the batch handed out last is its last one."""
+        """Whether the last batch yielded is the pass's last."""
         return self.done == self.length or self.batches.exhausted
 
 
 def _nothing() -> None:
-    """Nothing is to be done."""
+    """Do nothing."""
 
 
 class Loaded:
-    """A position that was loaded, until the next pass begins.
+    """A loaded position, until the next pass begins.
 
     Args:
-        position: as :meth:`PreparedLoader.state_dict` gave it.
+        position: a state of :meth:`PreparedLoader.state_dict`.
 
     Attributes:
-        by_script: the script skips to the position by itself, so the next pass begins at its start.
-        window_start: the batch after which the window of micro-batches under way began; None: there was none.
+        by_script: whether the script skips to the position itself, so the next pass begins at its start.
+        window_start: the batch after which the saved accumulation window began; None if there was none.
         arrive: called when the script has skipped to the position.
-        leave: called when the next pass begins before the position; forgets the window under way.
+        leave: called when the next pass begins before the position; discards the saved window.
     """
 
     __slots__ = ("arrive", "by_script", "leave", "position", "window_start")
@@ -70,18 +70,15 @@ class Loaded:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the pass that is to come: the one that was under way, if there is more of it."""
+        """Number of the next pass: the saved one, or the following one if nothing is left of it."""
         return self.position["epoch"] + self.position["last"]
 
 
 class FirstUse:
-    """Whether the loop has run a backward or an optimizer step since this object was made.
-
-    Args:
-        state: of the Accelerator.
+    """Notices the first backward pass or optimizer step after it is created.
 
     Attributes:
-        seen: it has.
+        seen: whether there was one.
     """
 
     def __init__(self, state: GradientState) -> None:
@@ -89,19 +86,18 @@ class FirstUse:
         state.first_use.append(self.used)
 
     def used(self) -> None:
-        """The loop trains."""
+        """Called when the loop trains."""
         self.seen = True
 
 
 class LeftOut(FirstUse):
-    """Finds batches of a continued pass that a loop drops because it skips what ``load_state`` has skipped already.
+    """Finds batches that a loop drops because it skips batches which ``load_state`` has already skipped.
 
-    A batch was left out if nobody holds it any more when the loop trains for the first time. A loop that reads several
-    batches ahead still holds them.
+    A batch counts as dropped if nothing holds it any more when the loop first trains. A loop that reads several batches
+    ahead still holds them.
 
     Args:
-        state: of the Accelerator.
-        loaded: the position that was loaded.
+        loaded: the loaded position.
         one: the pass that continues from it.
     """
 
@@ -109,11 +105,11 @@ class LeftOut(FirstUse):
         super().__init__(state)
         self._expected, self._epoch, self._first = loaded.position["batches"], one.epoch, one.done
         self._taken: list[Callable[[], Any]] = []
-        self._at_hand = 1  # the batch that the loop took last, while the pass is under way
-        weakref.finalize(state, self.over, messages.info)  # or when the program ends, where no line is the user's
+        self._at_hand = 1  # the batch that the loop took last, until the pass ends
+        weakref.finalize(state, self.over, messages.info)  # when the program ends, no user code is on the stack
 
     def watch(self, batches: Generator[Any]) -> Generator[Any]:
-        """Hand out the batches, and notice those that are dropped before the loop trains on one."""
+        """Yield the batches, and remember them until the loop trains."""
         try:
             for batch in batches:
                 self._taken.append(_reference(batch))
@@ -127,15 +123,15 @@ class LeftOut(FirstUse):
             batches.close()
 
     def used(self) -> None:
-        """The loop trains for the first time: what it does not hold by now was left out."""
+        """When the loop first trains, report the batches that it no longer holds."""
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # held by the data set, it seems: a loop that skips takes exactly as many
+            dropped = len(before)  # held by the data set: a loop that skips takes exactly this many
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
-        """Another pass begins or the program ends, and the loop has not trained: all that it took was left out."""
+        """When the next pass begins or the program ends before the loop has trained, report all batches."""
         self._tell(len(self._taken) - self._at_hand, say)
 
     def _tell(self, count: int, say: Callable[[str], None], within_pass: bool = False) -> None:
@@ -157,13 +153,13 @@ class LeftOut(FirstUse):
 
 
 class Place:
-    """Where a loader is: shared with those that ``skip_first_batches`` makes of it.
+    """The position of a loader, shared with the loaders that ``skip_first_batches`` makes from it.
 
     Attributes:
-        epoch: the number of the next pass.
-        current: the pass under way, None between two.
-        resume: the position from which the next pass continues; None: it begins at its start.
-        left_out: looks for batches that the loop drops in the pass that continued from a position.
+        epoch: number of the next pass.
+        current: the current pass, or None.
+        resume: position at which the next pass continues; None to begin at its start.
+        left_out: finds batches that the loop drops in a continued pass.
     """
 
     __slots__ = ("current", "epoch", "left_out", "resume")
@@ -175,7 +171,7 @@ class Place:
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
-        """A copy begins the pass under way anew."""
+        """A copy begins the current pass again."""
         return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
 
 
@@ -191,12 +187,12 @@ def _batches(after: int, to: int) -> str:
 
 
 def _reference(batch: Any) -> Callable[[], Any]:
-    """What gives a batch's first tensor while somebody holds it; without tensors None, as if nobody did."""
+    """Function that returns a batch's first tensor while something holds it, else None."""
     return next((weakref.ref(tensor) for tensor in leaves(batch)), _nothing)
 
 
 def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """Begin the first pass after a position was loaded."""
+    """The first pass after a position was loaded."""
     if loaded.by_script:
         return _led_by_script(loader, loaded)
     position, skip = loaded.position, loader._skip
@@ -222,7 +218,7 @@ def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
 
 
 def _tell_other_number(loaded: Loaded, skip: int) -> None:
-    """Say what ``skip_first_batches`` leaves out or repeats with another number than that of the loaded position."""
+    """Warn that ``skip_first_batches`` with a number other than the loaded position skips or repeats batches."""
     done = loaded.position["batches"]
     if skip > done:
         what = f"the pass leaves out {_batches(done, skip)}"
@@ -236,7 +232,7 @@ def _tell_other_number(loaded: Loaded, skip: int) -> None:
 
 
 def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """The pass of a script that skips by itself."""
+    """The pass of a script that skips to the position itself."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()
@@ -250,7 +246,7 @@ def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
 
 
 def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """A pass from its start; where the loop has trained on nothing before the loaded position, it continues there."""
+    """A pass from its start that continues at the loaded position if the loop has not trained before it."""
     use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
     batches = loader._hand_out(one, iterator)
     try:
@@ -275,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """The pass after one that had ended; a loop that drops all of it has skipped the one that had ended."""
+    """The pass after a saved one that had ended; if the loop drops all of it, that was the saved one skipped."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""What ``prepare`` makes of a DataLoader: this process's part of it, on the device, with a place that can be saved."""
+"""Prepared loaders: this process's part of a DataLoader, on its device, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ class DataLoaderConfiguration:
     """How loaders are prepared.
 
     Attributes:
-        split_batches: the user's batch size is that of all processes together; each batch is cut in as many parts.
-        dispatch_batches: process 0 reads and hands the others their batches. None means no: each process reads.
-        even_batches: all processes have as many batches. False: at the end some may have one less, nothing is repeated.
-        use_seedable_sampler: accepted; the order is a function of seed and epoch in any case.
-        data_seed: what shuffling is computed from, in place of the seed of torch.
-        non_blocking: accepted; copies to a GPU are pinned and do not wait in any case.
-        use_stateful_dataloader: read iterable data sets with torchdata's StatefulDataLoader, whose place can be saved
-            with workers too. Map-style data sets are continued exactly without it.
+        split_batches: whether each batch is cut into one part per process, instead of one batch for each process.
+        dispatch_batches: whether process 0 reads and sends the others their batches; None means no.
+        even_batches: whether all processes have equally many batches. False: nothing is repeated, so some processes
+            may have one batch less.
+        use_seedable_sampler: accepted; the order always depends only on seed and epoch.
+        data_seed: seed of the shuffling; None for torch's seed.
+        non_blocking: accepted; copies to a GPU are pinned and never wait.
+        use_stateful_dataloader: read iterable data sets with torchdata's StatefulDataLoader, whose position can be
+            saved with workers too. Map-style data sets resume exactly without it.
     """
 
     split_batches: bool = False
@@ -62,22 +63,18 @@ class DataLoaderConfiguration:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader that yields this process's batches, on its device; everything else is the user's loader's.
+    """A DataLoader that yields this process's batches on its device.
 
-    What is read from it that it does not have itself comes from ``base``, what is set goes there.
+    Attributes that it does not have itself are read from and set on ``base``.
 
     Args:
-        loader: the user's.
-        strategy: whose processes share it.
-        config: how.
         gradient_state: told which loader is being read.
-        seed: what the order is computed from, together with the epoch; None leaves the order to the loader.
-        device_placement: whether batches are brought to the device.
+        seed: seed of the order, together with the epoch; None leaves the order to the loader.
+        device_placement: whether batches are moved to the device.
 
     Attributes:
-        base: the user's loader.
-        end_of_dataloader: the batch handed out last is the last of its pass.
-        derived: what :meth:`load_state_dict` had to compute rather than restore, in words.
+        end_of_dataloader: whether the last batch yielded is the last one of its pass.
+        derived: what :meth:`load_state_dict` derived rather than restored, for messages.
     """
 
     _is_accelerate_prepared = True
@@ -112,10 +109,10 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._divide()
 
-    # ---- what it is made of ----------------------------------------------------------------------------------------
+    # ---- its part of the data --------------------------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Make this process's part of the loader; every process must call."""
+        """Create this process's part of the loader. Every process must call this."""
         source = _part(self.base, self.strategy, self.config, self._even)
         dispatched = isinstance(source, Dispatched)
         vars(self).update(_source=source, _order=self.base if dispatched else source)
@@ -125,7 +122,7 @@ class PreparedLoader(DataLoader[Any]):
         vars(self)["_limit"] = self._common_length()
 
     def _common_length(self) -> int | float:
-        """After how many batches a pass is ended; inf where it ends by itself."""
+        """Number of batches after which a pass is stopped; inf if it ends by itself."""
         if self.strategy.world_size == 1 or isinstance(self._source, Dispatched) or not self._even:
             return INF
         found = self.strategy.gather_objects(length_of(self._source))
@@ -160,7 +157,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes have as many batches. Every process must set it."""
+        """Whether all processes have equally many batches. Every process must set it."""
         return self._even
 
     @even_batches.setter
@@ -170,11 +167,11 @@ class PreparedLoader(DataLoader[Any]):
             self._divide()
 
     def get_sampler(self) -> Any:
-        """The user's sampler: the innermost."""
+        """The user's innermost sampler."""
         return next(iter(samplers_of(self.base)[-1:]), None)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Take another sampler in place of the user's; every process must call."""
+        """Replace the user's sampler. Every process must call this."""
         changes: dict[str, Any] = {"sampler": sampler}
         if cuts(self.base.batch_sampler):
             kind, old = type(self.base.batch_sampler), self.base.batch_sampler
@@ -194,7 +191,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._hand_out(*self._begin(place.epoch)) if loaded is None else resumed(self, loaded)
 
     def _begin(self, epoch: int) -> tuple[Pass, Iterator[Any]]:
-        """Begin a pass at its start, or after the batches that ``skip_first_batches`` leaves out."""
+        """Begin a pass, after the batches that ``skip_first_batches`` skips."""
         return self._begun(epoch, self._skip, self._batches(epoch, self._skip))
 
     def _begun(self, epoch: int, start: int, batches: Batches) -> tuple[Pass, Iterator[Any]]:
@@ -239,7 +236,7 @@ class PreparedLoader(DataLoader[Any]):
             state.end(self)
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
-        """The batches of a pass from number ``start`` on, in an order that seed and epoch alone decide."""
+        """The batches of a pass from number ``start`` on."""
         order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
         ahead, seed, skip = self._looks_ahead(), None, start
         if self.seed is not None:
@@ -268,17 +265,14 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _looks_ahead(self) -> bool:
-        """Whether batches are fetched one ahead: to overlap copies to a device, or where a length cannot be relied on.
-
-        A sampler of the user's may only estimate its length.
-        """
+        """Whether to fetch one batch ahead, to overlap copies to a GPU or because the length may be an estimate."""
         if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
 
     def _keeps_step(self) -> Callable[[bool], bool] | None:
-        """What asks, batch by batch, whether every process has one; None where that is known."""
+        """Function that asks before each batch whether every process has one; None if the lengths are known."""
         strategy, source = self.strategy, self._source
         if (
             strategy.world_size == 1
@@ -289,11 +283,11 @@ class PreparedLoader(DataLoader[Any]):
             return None
         return partial(strategy.agree, all=True)
 
-    # ---- the batch handed out last ---------------------------------------------------------------------------------
+    # ---- the last batch ----------------------------------------------------------------------------------------------
 
     @property
     def batches_done(self) -> int:
-        """How many batches of the pass under way were handed out."""
+        """Number of batches that the current pass has yielded."""
         place = self._place
         if place.current is not None:
             return place.current.done
@@ -303,19 +297,19 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batch_rows(self) -> int:
-        """How many samples the batch handed out last has; 0 outside of a pass."""
+        """Number of samples in the last batch; 0 outside of a pass."""
         return rows_of(self._batch)
 
     @property
     def rows(self) -> int:
-        """How many of them count: not those that another process has too."""
+        """Number of samples in the last batch that are not repeated from another process."""
         rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
         if not rows or repeats(self._source, self.batches_done - 1, last):
             return 0
         return max(rows - self._repeated(), 0) if last else rows
 
     def _repeated(self) -> int:
-        """How many samples a DistributedSampler of the user's repeats at this process's end."""
+        """Number of samples that the user's DistributedSampler repeats at the end of this process's part."""
         sampler: Any = next((s for s in samplers_of(self.base) if isinstance(s, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return 0
@@ -323,44 +317,44 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def last_share(self) -> float:
-        """What this process's mean over the pass's last batch counts in the mean over the processes, as a factor."""
+        """Weight of this process's mean over the pass's last batch in the mean over all processes."""
         return 1.0 if self._is_cut() else last_share(self._source)
 
     def _is_cut(self) -> bool:
-        """Whether a pass ends before the loader does, because another process's is shorter."""
+        """Whether passes stop early because another process has fewer batches."""
         return self._limit != INF and len(self._source) > self._limit
 
     @property
     def total_batch_size(self) -> int | None:
-        """How many samples the processes' batches have together; None where the loader does not say."""
+        """Number of samples in the batches of all processes together; None if unknown."""
         return samples_in_batch(self.base, 1 if self.config.split_batches else self.strategy.num_data_ranks)
 
     @property
     def total_dataset_length(self) -> int | None:
-        """How many samples the data set has; None where it does not say."""
+        """Number of samples in the data set; None if unknown."""
         return length_of(self.base.dataset)
 
     @property
     def remainder(self) -> int:
-        """How many samples are left for the last round of batches; -1 where that is not known or they are dropped."""
+        """Number of samples in the last, incomplete round of batches; -1 if unknown or dropped."""
         total, size = self.total_dataset_length, self.total_batch_size
         return -1 if total is None or not size or self.base.drop_last else total % size
 
-    # ---- its place -------------------------------------------------------------------------------------------------
+    # ---- its position ----------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The number of the pass under way, or of the next."""
+        """Number of the current pass, or of the next one."""
         current = self._place.current
         return self._place.epoch if current is None else current.epoch
 
     @property
     def loaded(self) -> Loaded | None:
-        """The position that was loaded within a pass, until the next pass begins."""
+        """The loaded position within a pass, until the next pass begins."""
         return self._place.resume
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which number the next pass has."""
+        """Set the number of the next pass."""
         place, loaded = self._place, self._place.resume
         if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
             if not loaded.by_script:
@@ -375,7 +369,7 @@ class PreparedLoader(DataLoader[Any]):
             seed_shuffling(self._order, self.seed, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps for this process, as plain data and tensors."""
+        """The position of this process, as plain data and tensors for a checkpoint."""
         place, current = self._place, self._place.current
         if current is None and place.resume is not None:
             return dict(place.resume.position)
@@ -398,15 +392,15 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was: the next pass is the rest of the one under way then.
+        """Continue at the position of :meth:`state_dict`: the next pass is the rest of the saved one.
 
-        Where nothing was left of it, the next pass is the one after it. On another number of processes, or with another
-        batch size, it goes on at the same sample.
+        If nothing is left of it, the next pass is the following one. With another number of processes or batch size, it
+        continues at the same sample.
         """
         place, own = self._place, vars(self)
         own["derived"], done = "", state["batches"]
         saved, now = state["batch_samples"], self.total_batch_size
-        if saved is None or now is None:  # then a batch is taken to be as large as it was
+        if saved is None or now is None:  # assume the same batch size
             saved, now = state["ranks"], self.strategy.num_data_ranks
         if saved != now and done:
             done, left = divmod(done * saved, now)
@@ -426,11 +420,11 @@ class PreparedLoader(DataLoader[Any]):
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is that of this process among as many."""
+        """Whether a state was saved by this rank of the same number of ranks."""
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
     def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin the rest of a pass; everything random is then as it was when its state was taken."""
+        """Begin the rest of a pass, with the random states that were saved."""
         present, epoch, start = host_random_states(), position["epoch"], position["batches"]
         batches = self._batches(epoch, start, position)
         set_random_states(position["random_at_start"])
@@ -439,7 +433,7 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin the pass of a position at its start, in the same order."""
+        """Begin the pass of a position from its start, in the same order."""
         present = host_random_states()
         load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
         set_random_states(position["random_at_start"])
@@ -448,9 +442,9 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _finish(self, position: Mapping[str, Any]) -> None:
-        """End the pass of a position that was at its last batch."""
+        """Finish the pass of a position that was at its last batch."""
         one, iterator = self._continue(position)
-        deque(iterator, maxlen=0)  # random numbers that are drawn at the end of an order
+        deque(iterator, maxlen=0)  # an order may draw random numbers when it ends
         one.batches.close()
         self._place.current = None
 
@@ -463,12 +457,13 @@ def prepare_data_loader(
     seed: int | None = 0,
     device_placement: bool = True,
 ) -> PreparedLoader:
-    """Return a loader that yields this process's part of ``loader``, on its device. Every process must call.
+    """Return a loader that yields this process's part of ``loader`` on its device. Every process must call this.
 
-    A loader that this strategy has prepared is returned as it is; one that another has is prepared anew.
+    A loader that was prepared for this strategy is returned unchanged; one that was prepared for another one is
+    prepared again.
 
     Raises:
-        TypeError: it is no DataLoader.
+        TypeError: this is not a DataLoader.
         ValueError: ``split_batches`` with a batch that cannot be split.
     """
     if isinstance(loader, PreparedLoader):
@@ -488,11 +483,10 @@ def prepare_data_loader(
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose passes leave out their first batches; its length is that of the rest.
+    """Return a loader whose passes skip their first batches.
 
-    It counts its passes together with ``loader``, so that after a first pass through it the other goes on with the next
-    epoch. Where ``load_state`` has found the place in a pass already, the number says the place in it once more: it is
-    not left out twice.
+    It shares the count of passes with ``loader``, which continues with the next epoch after a first pass through this
+    one. Batches that ``load_state`` has already skipped are not skipped again.
 
     Raises:
         ValueError: a negative number.
@@ -545,7 +539,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader that knows its place in an iterable data set, by torchdata."""
+    """A torchdata loader, which knows its position in an iterable data set."""
     if not messages.is_installed("torchdata"):
         raise ModuleNotFoundError(
             messages.missing("DataLoaderConfiguration(use_stateful_dataloader=True)", "torchdata")

@@ -1,4 +1,4 @@
-"""Local SGD: every process trains by itself for some steps, then the parameters are averaged."""
+"""Local SGD: processes train independently for some steps, then parameters are averaged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context in which gradients are not communicated; parameters are averaged every so many updates and at the end.
+    """Context that averages parameters every few updates and at the end, instead of communicating gradients.
 
-    Processes talk ``local_sgd_steps`` times less; what comes out is not what synchronous training gives. Statistics
-    such as those of batch norm and the optimizers' states stay each process's own.
+    Processes communicate less, but the result differs from synchronous training. Optimizer states and statistics such
+    as those of batch norm remain different on each process.
 
     Example:
         >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:  # doctest: +SKIP
@@ -33,14 +33,14 @@ class LocalSGD:
         Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
 
     Args:
-        accelerator: that has prepared the model.
-        model: whose parameters are averaged.
-        local_sgd_steps: updates between two averages.
-        enabled: False changes nothing about the training.
+        accelerator: the Accelerator that has prepared the model.
+        model: the model.
+        local_sgd_steps: number of updates between two averages.
+        enabled: False to train as usual.
 
     Raises:
         ValueError: the model is not prepared, or ``local_sgd_steps`` is less than 1.
-        NotImplementedError: the processes hold parts of one model (FSDP, DeepSpeed, ...).
+        NotImplementedError: the model is sharded (FSDP, DeepSpeed, ...).
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -74,7 +74,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an update; call it after ``optimizer.step()``. Micro-batches of an open window do not count."""
+        """Count an update; call this after ``optimizer.step()``. Incomplete accumulation windows do not count."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

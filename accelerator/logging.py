@@ -1,4 +1,4 @@
-"""Loggers of the standard library for scripts that run in several processes."""
+"""Standard library loggers for scripts with several processes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
-    """A logger whose lines come from the main process only, unless a call says otherwise.
+    """A logger that logs only on the main process by default.
 
-    Each method takes, besides what the standard ones take:
+    Each method accepts two more arguments:
 
-    * ``main_process_only=False``: every process logs the line, with its rank in front;
-    * ``in_order=True``: every process does, one after the other; all must call, and wait for each other.
+    * ``main_process_only=False``: every process logs the line, prefixed with its rank;
+    * ``in_order=True``: the same, one process after the other; every process must make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a line; ``level`` is one of :mod:`logging`."""
+        """Log a line with a level of :mod:`logging`."""
         everybody = not kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
@@ -46,11 +46,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """As the standard adapter does, but what a call gives as ``extra`` is kept."""
+        """Like the standard adapter, but keep the ``extra`` of a call."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Like ``warning``, but one text is logged once by a process."""
+        """Like ``warning``, but log each text only once per process."""
         said = (self.logger.name, str(msg), repr(args))
         if said not in _said:
             _said.add(said)
@@ -61,12 +61,9 @@ _said: set[tuple[str, str, str]] = set()
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of that name, for scripts that run in several processes.
+    """The logger of a name, usually ``__name__``, for scripts with several processes.
 
-    Args:
-        name: usually ``__name__``.
-        log_level: the least level that it lets through; None: as ``PACELINE_LOG_LEVEL`` (or ``ACCELERATE_LOG_LEVEL``)
-            says, else what :mod:`logging` is set up to.
+    Its level is ``log_level``, else the variable ``PACELINE_LOG_LEVEL`` (or ``ACCELERATE_LOG_LEVEL``), else unchanged.
     """
     level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
     logger = logging.getLogger(name)
@@ -76,7 +73,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _place() -> tuple[int, int]:
-    """This process's number and how many there are, also before they have met."""
+    """This process's rank and the number of processes, also before they join a process group."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     cluster = find_cluster()

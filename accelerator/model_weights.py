@@ -1,4 +1,4 @@
-"""The weights of a prepared model, whole, and files of them in the layout that other tools read."""
+"""Whole weights of prepared models, and files of them that other tools read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """How files of weights are called.
+    """Names of weight files.
 
     Attributes:
         stem: the name before the numbers.
-        suffix: the ending.
-        listing: the file that says which tensor is where, if there are several.
+        suffix: the file suffix.
+        listing: the index that maps tensors to files if there are several.
     """
 
     stem: str
@@ -41,11 +41,11 @@ class Layout(NamedTuple):
     listing: str
 
     def name(self, number: int, count: int) -> str:
-        """Of the file ``number`` (from 1) of ``count``."""
+        """The name of file ``number`` (from 1) of ``count``."""
         return f"{self.stem}{self.suffix}" if count == 1 else f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
 
     def has(self, name: str) -> bool:
-        """Whether a file is one of this layout."""
+        """Whether a file name belongs to this layout."""
         numbers = r"(-\d{5}-of-\d{5})?"
         pattern = f"{re.escape(self.stem)}{numbers}{re.escape(self.suffix)}"
         return name == self.listing or re.fullmatch(pattern, name) is not None
@@ -57,26 +57,20 @@ TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 @dataclass(eq=False)
 class ModelWeights:
-    """Gathers the weights of prepared models, and writes them to files.
-
-    Attributes:
-        strategy: of the Accelerator.
-        prepared: the models.
-        project: says which processes write.
-    """
+    """Gathers the weights of prepared models, and writes them to files."""
 
     strategy: Strategy
     prepared: Prepared
     project: ProjectConfiguration
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The ``state_dict`` of a model, whole. Every rank must call.
+        """The whole ``state_dict`` of a model. Every rank must call this.
 
-        Where the weights lie in parts, rank 0 gets them, on the CPU, and the others an empty dict.
+        If the weights are sharded, rank 0 gets them on the CPU, and the others get an empty dict.
 
         Args:
-            model: as ``prepare`` returned it, or a compiled form of it; one that was not prepared gives its own.
-            unwrap: without the names that a wrapper of the user's (such as ``torch.compile``) puts in front.
+            model: the model, prepared or not, possibly compiled.
+            unwrap: omit the prefixes that wrappers such as ``torch.compile`` add to names.
         """
         module = unwrapped(model) if unwrap else model
         placement = self.prepared.placements.get(id(module))
@@ -93,19 +87,19 @@ class ModelWeights:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights, in several files with an index if they are large. Every rank must call.
+        """Write a model's weights, in several files with an index if they are large. Every rank must call this.
 
-        Each file appears whole or not at all, the index last; files that an earlier call wrote there in the same format
-        are then removed. Tied tensors are written once.
+        Each file appears complete or not at all, the index last; then files of an earlier call in the same format are
+        removed. Tied tensors are written once.
 
         Args:
-            model: as ``prepare`` returned it.
-            save_directory: made if it does not exist; an address is possible too.
-            max_shard_size: bytes, or text such as ``"5GB"``; only a single larger tensor makes a larger file.
-            safe_serialization: ``model*.safetensors``; False: ``pytorch_model*.bin``.
+            model: the prepared model.
+            save_directory: path or address of a folder, which is created if it does not exist.
+            max_shard_size: bytes, or text such as ``"5GB"``; a single larger tensor gets a larger file.
+            safe_serialization: write ``model*.safetensors``; False: ``pytorch_model*.bin``.
 
         Raises:
-            ValueError: the size is not one.
+            ValueError: the size is not valid.
             OSError: a file could not be written; raised on every rank.
         """
         limit = size_in_bytes(max_shard_size, "max_shard_size")
@@ -124,35 +118,39 @@ class ModelWeights:
         together(strategy, "saved", write)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object on rank 0 alone (with ``save_on_each_node``, on the first rank of every machine).
+        """Write an object on rank 0 (with ``save_on_each_node``, on the first rank of every machine).
 
-        A file appears whole or not at all.
+        A file appears complete or not at all.
 
         Args:
-            obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors.
+            obj: anything that ``torch.save`` accepts; with ``safe_serialization`` a dict of tensors.
             f: a path, or an open binary file.
-            safe_serialization: in the safetensors format.
+            safe_serialization: use the safetensors format.
 
         Raises:
-            TypeError: it is no dict of tensors, and the format holds nothing else.
+            TypeError: the safetensors format cannot hold the object.
         """
-        if not self.project.writes(self.strategy):
-            return
-        if not isinstance(f, (str, os.PathLike)):
-            torch.save(obj, f)
-            return
-        found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
-        if safe_serialization and (found is None or found.others):
-            odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
-            raise TypeError(
-                f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors "
-                "format holds a dict of tensors only. Leave safe_serialization out."
-            )
-        with atomic_write.written_aside(location(f)) as path:
-            if found is None:
-                safetensors_export.write_torch(obj, path)
-            else:
-                safetensors_export.write_safetensors(found.tensors, path, found.twins)
+        if self.project.writes(self.strategy):
+            save_object(obj, f, safe_serialization)
+
+
+def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Write an object; see :meth:`ModelWeights.save`."""
+    if not isinstance(f, (str, os.PathLike)):
+        torch.save(obj, f)
+        return
+    found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
+    if safe_serialization and (found is None or found.others):
+        odd = f"has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        raise TypeError(
+            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format only holds "
+            "dicts of tensors. Leave safe_serialization out."
+        )
+    with atomic_write.written_aside(location(f)) as path:
+        if found is None:
+            safetensors_export.write_torch(obj, path)
+        else:
+            safetensors_export.write_safetensors(found.tensors, path, found.twins)
 
 
 def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:
@@ -166,7 +164,7 @@ def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: 
     groups = _groups(found.tensors if safe else state)
     plan = _shards(groups, limit)
     names = [layout.name(number + 1, len(plan)) for number in range(len(plan))]
-    with ExitStack() as stack:  # what is entered first takes its name last
+    with ExitStack() as stack:  # files get their names in reverse order, the index last
         if len(plan) > 1:
             index = stack.enter_context(atomic_write.written_aside(folder / layout.listing))
             _write_index(index, dict(zip(names, plan, strict=True)), state)
@@ -187,13 +185,13 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out what is no tensor: {listed}. The safetensors format cannot hold it; pass "
+            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot hold it; pass "
             "safe_serialization=False to keep it."
         )
 
 
 def _groups(state: Mapping[str, Any]) -> list[tuple[list[str], int]]:
-    """Names that belong in one file, since they share memory, and the bytes of each such group."""
+    """Groups of names that share memory and so belong in one file, with the bytes of each group."""
     groups: dict[Any, list[str]] = {}
     for name, value in state.items():
         groups.setdefault(safetensors_export.memory_of(value) if isinstance(value, Tensor) else name, []).append(name)
@@ -206,7 +204,7 @@ def _bytes(state: Mapping[str, Any], names: list[str]) -> int:
 
 
 def _shards(groups: list[tuple[list[str], int]], limit: int) -> list[list[str]]:
-    """The names in each file, in order."""
+    """The names in each file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for names, size in groups:

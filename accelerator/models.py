@@ -1,4 +1,4 @@
-"""What ``prepare`` does to a model: the same object comes back, and its forward goes through the strategy."""
+"""Prepared models: the user's own modules, whose forward goes through the strategy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class PreparedModel:
     """A model and the strategy that holds it.
 
     Attributes:
-        module: the user's object.
-        strategy: one of its own; states, gradients and steps of this model go through it.
-        parameters: of the module, by name.
-        frozen: it was prepared for evaluation only.
+        strategy: the strategy of this model only; its states, gradients and steps go through it.
+        parameters: the module's parameters by name.
+        frozen: whether it was prepared for evaluation only.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
@@ -39,7 +38,7 @@ class PreparedModel:
         self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
 
     def set_up(self, place: bool) -> None:
-        """Bring the module to its device; shard or wrap it."""
+        """Move the module to its device; shard or wrap it."""
         if place and self.strategy.places(self.module):
             self.module = self.strategy.setup_module(self.module)
             self.strategy.settle_weights(self.module, required=False)
@@ -54,14 +53,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """The module's parameter that this one is, or was before the module was set up; None if it is none of its."""
+        """The module's current parameter for one that it has, or had before it was set up; None for others."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Let an optimizer that was made before have the module's parameters of now; whether it has any of them."""
+        """Give an optimizer the module's current parameters; returns whether it has any of them."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -77,7 +76,7 @@ class PreparedModel:
         compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
         errors: Errors,
     ) -> None:
-        """Let the module's forward go through wrapper, precision and compiler."""
+        """Route the module's forward through wrapper, precision and compiler."""
         self._output_dtype, self._compiler = output_dtype, compiler
         module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
         plain = step = module.forward
@@ -93,7 +92,7 @@ class PreparedModel:
             module.forward = Routed(module, train, evaluate, partial(errors.explain, self))
 
     def explain_with(self, errors: Errors) -> None:
-        """Let these explain errors of the forward."""
+        """Set the object that explains errors of the forward pass."""
         routed: Any = vars(self.module).get("forward")
         if isinstance(routed, Routed):
             routed.explain = partial(errors.explain, self)
@@ -120,18 +119,14 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A step of a model that needs weights which nobody had loaded when it was prepared."""
+        """A step of a model whose weights had not been loaded when it was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
 
 
 def refuse_processes(strategy: Strategy, what: str) -> None:
-    """Raise if what a strategy holds cannot be copied, since several processes share it.
-
-    Raises:
-        TypeError: there are several processes, or the strategy splits models into parts.
-    """
+    """Raise a TypeError if an object cannot be copied because it is shared by processes or kept in parts."""
     if strategy.world_size > 1 or strategy.communicates_forward:
         name, several = type(strategy).__name__, strategy.world_size > 1
         why = f"{strategy.world_size} processes share it" if several else "it keeps models in parts"
@@ -142,10 +137,7 @@ def refuse_processes(strategy: Strategy, what: str) -> None:
 
 
 class Routed:
-    """Stands in a prepared module for its forward.
-
-    What copies or pickles the module gets one with its own plain forward: a copy is not a prepared model.
-    """
+    """The forward of a prepared module. Copies of the module get the plain forward, since they are not prepared."""
 
     def __init__(
         self,
@@ -159,7 +151,7 @@ class Routed:
         self.train = train
         self.evaluate = evaluate
         self.plain = module.forward
-        self.__wrapped__ = self.plain  # its signature is what inspect shows
+        self.__wrapped__ = self.plain  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -190,18 +182,18 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_class_forward(forward: Any) -> bool:
-    """Whether a forward is its module's class's, rather than one that was set on the module itself."""
+    """Whether a forward is defined by the module's class, rather than set on the module itself."""
     function = getattr(forward, "__func__", None)
     return function is not None and function is getattr(type(forward.__self__), "forward", None)
 
 
 def is_prepared(module: Any) -> bool:
-    """Whether a module's forward goes through a strategy."""
+    """Whether a module is prepared."""
     return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
 
 
 def restore(module: nn.Module) -> None:
-    """Give a module its own forward back."""
+    """Restore a module's own forward."""
     if is_prepared(module):
         plain = vars(module).pop("forward").plain
         if not _is_class_forward(plain):
@@ -209,7 +201,7 @@ def restore(module: nn.Module) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside of what was put around it: by torch.compile, DataParallel or DistributedDataParallel."""
+    """The module without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -220,7 +212,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def migrated(model: nn.Module) -> nn.Module:
-    """The module to prepare; says which lines of the script are of no more use."""
+    """The module to prepare; warns about wrappers of the script that are no longer needed."""
     if isinstance(model, DataParallel):
         messages.warn_once(
             "accelerator.prepare got a model in nn.DataParallel. It is taken out: one process a device "
@@ -238,12 +230,12 @@ def migrated(model: nn.Module) -> nn.Module:
 
 
 def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward; what it returns in 16 bits becomes float32, so that losses are computed in that."""
+    """Call a forward, and convert its 16-bit outputs to float32 for the loss."""
     return to_float32(forward(*args, **kwargs))
 
 
 def to_float32(data: Any) -> Any:
-    """Tensors of 16 bits in nested lists, tuples, dicts and dataclass-like mappings, as float32."""
+    """Convert 16-bit tensors to float32 in nested lists, tuples, dicts and model outputs."""
     if isinstance(data, Tensor):
         return data.float() if data.dtype in _SIXTEEN_BITS else data
     if type(data) in (tuple, list):
@@ -251,7 +243,7 @@ def to_float32(data: Any) -> Any:
     if isinstance(data, Mapping):
         if type(data) is dict:
             return {key: to_float32(value) for key, value in data.items()}
-        for key, value in list(data.items()):  # a model's output class: changed in place, so that it stays one
+        for key, value in list(data.items()):  # a model's output class, changed in place to keep its type
             changed = to_float32(value)
             if changed is not value:
                 data[key] = changed  # type: ignore[index]

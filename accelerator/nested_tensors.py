@@ -1,4 +1,4 @@
-"""Tensors in lists, tuples, mappings: applying a function to each, and what needs no other process."""
+"""Functions for tensors in lists, tuples and mappings that need no other process."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ..processes.device_transfer import move
 
 
 def is_torch_tensor(value: Any) -> bool:
-    """Whether it is a tensor."""
+    """Whether a value is a tensor."""
     return isinstance(value, Tensor)
 
 
 def is_namedtuple(value: Any) -> bool:
-    """Whether it is a named tuple."""
+    """Whether a value is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
 
 
 def listify(value: Any) -> Any:
-    """The same with tensors as (nested) lists of numbers."""
+    """Convert tensors to (nested) lists of numbers."""
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), value)
 
 
 def honor_type(original: Any, values: Any) -> Any:
-    """Make ``values`` a sequence of the type of ``original``; a named tuple gets them as its fields."""
+    """Convert ``values`` to the sequence type of ``original``, which may be a named tuple."""
     if is_namedtuple(original):
         return type(original)(*values)
     return type(original)(values)
 
 
 def honor_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Make ``values`` a mapping of the type of ``original``."""
+    """Convert ``values`` to the mapping type of ``original``."""
     if type(original) is dict:
         return values
     if not isinstance(original, MutableMapping):
@@ -57,15 +57,15 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply ``func`` to what ``test_type`` accepts, in lists, tuples (named ones too) and mappings at any depth.
+    """Return a copy of nested lists, tuples and mappings with ``func`` applied to values that ``test_type`` accepts.
 
     Args:
-        func: called with each, ``args`` and ``kwargs``.
-        data: the structure, which is made anew.
-        *args: for ``func``.
-        test_type: what to apply it to.
-        error_on_other_type: raise TypeError for anything else but None.
-        **kwargs: for ``func``.
+        func: called with each value, ``args`` and ``kwargs``.
+        data: the structure.
+        *args: passed to ``func``.
+        test_type: selects the values.
+        error_on_other_type: raise a TypeError for other values except None.
+        **kwargs: passed to ``func``.
     """
 
     def walk(value: Any) -> Any:
@@ -94,14 +94,7 @@ def leaves(data: Any) -> list[Tensor]:
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Bring every tensor (and every object that has ``to``) to a device.
-
-    Args:
-        tensor: the structure.
-        device: where to.
-        non_blocking: copies to CUDA are pinned and do not wait in any case.
-        skip_keys: entries of mappings under these keys stay where they are.
-    """
+    """Move tensors and objects with a method ``to`` to a device, except those under ``skip_keys`` in mappings."""
     if not skip_keys:
         return move(tensor, device)
     skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys)
@@ -114,11 +107,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor in a structure.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
         raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Give a structure that has one.")
@@ -126,7 +115,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """As :func:`find_batch_size`; None if there is no tensor."""
+    """Like :func:`find_batch_size`; None if there is no tensor."""
     return batch_size_of(data)
 
 
@@ -143,11 +132,7 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate the tensors of structures that are built alike.
-
-    Raises:
-        TypeError: something else than tensors is to be concatenated.
-    """
+    """Concatenate the tensors of structures of the same form."""
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
@@ -159,7 +144,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row of tensors with ``batch_size`` rows until ``num_processes`` divides their number."""
+    """Repeat the last row of tensors with ``batch_size`` rows until ``num_processes`` divides the number of rows."""
     missing = -batch_size % num_processes
 
     def pad(value: Tensor) -> Tensor:
@@ -172,12 +157,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def get_data_structure(data: Any) -> Any:
-    """The same with each tensor replaced by its shape and dtype, as a :class:`TensorInformation`."""
+    """Replace each tensor by a :class:`TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors for what :func:`get_data_structure` returned."""
+    """Create empty tensors for a result of :func:`get_data_structure`."""
     return recursively_apply(
         lambda information: torch.empty(*information.shape, dtype=information.dtype),
         data_structure,
@@ -193,7 +178,7 @@ class TensorInformation:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The same with float16 and bfloat16 tensors in float32."""
+    """Convert float16 and bfloat16 tensors to float32."""
     return recursively_apply(
         Tensor.float,
         tensor,
@@ -202,7 +187,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A function whose outputs are those of ``model_forward`` in float32."""
+    """A function that returns the outputs of ``model_forward`` in float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -218,13 +203,11 @@ class ConvertOutputsToFp32:
         )
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose outputs are those of ``model_forward``, with half precision converted to float32."""
-    return ConvertOutputsToFp32(model_forward)
+convert_outputs_to_fp32 = ConvertOutputsToFp32
 
 
 def rows_of(batch: Any) -> int:
-    """How many samples a batch has; where it holds no tensor, as many as its first list, 0 without one."""
+    """Number of samples in a batch: rows of its tensors, else the length of its first list, else 0."""
     found = batch_size_of(batch)
     while found is None and isinstance(batch, Mapping):
         batch = next(iter(batch.values()), None)

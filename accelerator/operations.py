@@ -1,7 +1,7 @@
-"""What the processes of a loop exchange: gather, reduce, broadcast, pad, split.
+"""Operations on tensors of all processes: gather, reduce, broadcast, pad, split.
 
-Every process has to make the same call. Tensors are described to each other first (16 bytes), so that a difference is
-an error on every process and not garbage on one.
+Every process must make the same call. Processes compare the shapes and dtypes first (16 bytes), so that a difference is
+an error on every process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
-    """The processes gave an operation different things."""
+    """The processes passed different inputs to an operation."""
 
 
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Concatenate the tensors of all processes along their first dimension, in rank order; a scalar gives (world,).
-
-    First dimensions may differ.
+    """Concatenate the tensors of all processes along the first dimension, which may differ; scalars give (world,).
 
     Raises:
         DistributedOperationException: on every process, if the tensors differ in another way.
-        TypeError: there is something else than tensors.
+        TypeError: the data contain something other than tensors.
     """
     _refuse_others("gather", data)
     own = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaves(data)]
@@ -46,7 +44,7 @@ def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
 
 
 def _refuse_others(operation: str, data: Any) -> None:
-    """Raise if there is something else than tensors."""
+    """Raise a TypeError for anything but tensors."""
 
     def itself(tensor: Tensor) -> Tensor:
         return tensor
@@ -56,7 +54,7 @@ def _refuse_others(operation: str, data: Any) -> None:
 
 
 def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, group: Any) -> list[Tensor]:
-    """Pad to the most rows, gather, take the padding out."""
+    """Pad to the largest number of rows, gather, and remove the padding."""
     like = [(shape[1:], dtype) for shape, dtype in found[0]]
     if any([(shape[1:], dtype) for shape, dtype in entry] != like for entry in found):
         raise DistributedOperationException(_said("gather", found, "their first dimension")) from None
@@ -75,16 +73,10 @@ def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
 
 
 def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
-    """As :func:`gather`, without what only repeats: over a pass exactly the data set, once each, in its order.
+    """Like :func:`gather`, without repeated samples: a pass gives every sample once, in order.
 
-    Rows are taken out of tensors (and lists of objects) that have as many as the batch; what else there is comes back
-    whole, and at the end of a pass in which something was repeated a warning says so.
-
-    Args:
-        data: tensors in any structure; where there is none, or something else, objects are gathered.
-        strategy: whose processes.
-        loader: the :class:`~.loaders.PreparedLoader` whose batch the data are of; None: nothing is taken out.
-        use_gather_object: gather as Python objects: a list of each process's entries.
+    Rows are removed from tensors (and lists of objects) with one row per sample; anything else is returned whole, with
+    a warning if the pass ended with repeated samples.
     """
     if strategy.world_size == 1:
         return data
@@ -104,7 +96,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """The rows of this process's last batch that no other has; ``own`` and ``counting`` say how many there are."""
+    """The first ``counting`` of ``own`` rows; the others repeat samples of another process."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
@@ -126,7 +118,7 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
 
 
 def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Every process's list of objects, joined in rank order; of something else than a list, a list with each one's."""
+    """The lists of all processes joined in rank order; or if they are not lists, a list of all objects."""
     found = strategy.gather_objects(data, group)
     if all(isinstance(entry, (list, tuple)) for entry in found):
         return list(chain.from_iterable(found))
@@ -134,14 +126,7 @@ def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
 
 
 def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Reduce every tensor over the processes, then multiply it by ``scale``.
-
-    Args:
-        data: tensors in any structure; everything else stays as it is.
-        strategy: whose processes.
-        reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``; ``"none"`` leaves each process its own.
-        scale: a factor.
-    """
+    """Reduce every tensor over the processes, then multiply it by ``scale``."""
     if reduction not in REDUCTIONS:
         raise ValueError(messages.unknown("reduction", reduction, REDUCTIONS))
     _require_alike("reduce", data, strategy)
@@ -155,14 +140,14 @@ def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: 
 
 
 def broadcast(data: Any, strategy: Strategy, from_process: int = 0) -> Any:
-    """The tensors of one process on every process, which all give some of the same shapes and dtypes."""
+    """Replace tensors by those of one process, which have the same shapes and dtypes."""
     _refuse_others("broadcast", data)
     _require_alike("broadcast", data, strategy)
     return recursively_apply(lambda tensor: strategy.broadcast_tensor(tensor, from_process), data)
 
 
 def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list by those of one process, in place; return it."""
+    """Replace the entries of a list by those of one process, in place, and return it."""
     object_list[:] = strategy.broadcast(list(object_list), from_process)
     return object_list
 
@@ -170,17 +155,10 @@ def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_proce
 def pad_across_processes(
     data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
 ) -> Any:
-    """Pad every tensor along ``dim`` to the largest size that it has on any process.
-
-    Args:
-        data: tensors in any structure; those without that dimension stay as they are.
-        strategy: whose processes.
-        dim: which dimension, negative ones counting from the last.
-        pad_index: what to pad with.
-        pad_first: pad at the beginning.
+    """Pad every tensor along ``dim`` to its largest size on any process.
 
     Raises:
-        DistributedOperationException: on every process, if their tensors differ in number or in dimensions.
+        DistributedOperationException: on every process, if the number of tensors or of their dimensions differs.
     """
     sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
     found = strategy.unlike(sizes)
@@ -254,13 +232,8 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
 def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
     """This process's part of ``inputs``; parts are contiguous and differ in size by at most 1, larger ones first.
 
-    Args:
-        inputs: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of these (dicts too), all equally long.
-        strategy: whose processes.
-        apply_padding: repeat the last input until all parts have the same size.
-
     Raises:
-        TypeError: it cannot be split.
+        TypeError: the inputs cannot be split.
         ValueError: the entries of a dict have different lengths.
     """
     world, rank = strategy.num_data_ranks, strategy.data_rank

@@ -1,4 +1,4 @@
-"""A prepared optimizer: it steps when the window of micro-batches is complete, and does nothing before."""
+"""Prepared optimizers, which step only when the accumulation window is complete."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..strategies.base import Strategy
@@ -20,26 +21,24 @@ if TYPE_CHECKING:
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Stands for the user's optimizer; whatever is read from it is that one's.
+    """Wraps the user's optimizer, and has all of its attributes.
 
     ``step()`` does nothing while gradients are accumulated. ``zero_grad()`` keeps gradients that no step has used yet,
-    so that it may be called at the beginning of a micro-batch as well as at its end.
+    so it may be called at the beginning or at the end of a micro-batch.
 
     Args:
-        optimizer: the user's.
-        strategy: what steps it: that of its model.
-        state: of the Accelerator.
+        strategy: the strategy of its model, which runs its steps.
         placements: the prepared models whose parameters it has.
-        clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
+        clip_norm: the largest gradient norm, to which each step clips; None to not clip.
 
     Attributes:
-        placement: the first of its models; None if it has parameters of none.
-        strategies: ids of the strategies that hold its models.
-        scales: its gradients have fp16's loss scale in them.
+        placement: the first of its models, or None.
+        strategies: ids of the strategies of its models.
+        scales: whether its gradients contain the fp16 loss scale.
     """
 
-    #: Finds better words for an error of a step; None: there are none.
-    explain: Callable[[BaseException], BaseException | None] | None = None
+    #: Returns an error that says what to do about the one given; None if there is nothing to add.
+    explain: Callable[[BaseException], BaseException | None] = staticmethod(lambda error: None)
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because fp16's gradients overflowed."""
+        """Whether the last step was skipped because fp16 gradients overflowed."""
         return self._is_overflow
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -76,18 +75,18 @@ class AcceleratedOptimizer(Optimizer):
             closure: evaluates the loss and calls ``accelerator.backward``, for optimizers that need one.
         """
         state = self._state_of_gradients
+        window = state.window
+        if not window.count and closure is None:
+            window.check_own_backward(self)
         if not state.sync_gradients:
             return None
         if state.first_use:
             state.used()
-        window = state.window
         loss = None
-        if closure is None:
-            if self.scales or window.by_items or window.local or window.count != state.num_steps:
-                window.settle(self)  # elsewhere gradients have their final size
-            if self._clip_norm is not None:
-                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-                self.strategy.clip_by_norm(parameters, self._clip_norm)
+        if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
+            window.settle(self)  # otherwise gradients have their final size already
+        if closure is None and self._clip_norm is not None:
+            self.strategy.clip_by_norm(self._own_parameters, self._clip_norm)
         self._steps = True
         try:
             if self._plain and closure is None:
@@ -97,7 +96,7 @@ class AcceleratedOptimizer(Optimizer):
             else:
                 loss, self._is_overflow = self._step_with(closure)
         except RuntimeError as error:
-            better = None if self.explain is None else self.explain(error)
+            better = self.explain(error)
             if better is None:
                 raise
             raise better from error
@@ -106,12 +105,13 @@ class AcceleratedOptimizer(Optimizer):
         window.stepped.add(id(self))
         return loss
 
-    def refuse_others(self, why: str) -> None:
-        """From now on, a step of the user's optimizer that does not come from here is an error.
+    @property
+    def _own_parameters(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-        Args:
-            why: what such a step would do wrong, for the error.
-        """
+    def refuse_others(self, why: str) -> None:
+        """Make direct steps of the user's optimizer an error; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step what prepare returned: optimizer = accelerator.prepare(optimizer)."
@@ -133,7 +133,7 @@ class AcceleratedOptimizer(Optimizer):
         return (losses[0] if losses else None), not stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; nothing while they are accumulated, also at the beginning of a window's last micro-batch.
+        """Clear gradients; does nothing while they are accumulated, or before the backward pass of a micro-batch.
 
         Args:
             set_to_none: as for torch's optimizers.
@@ -155,27 +155,27 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For optimizers without schedules, which have a mode for training."""
-        _call(self.optimizer, "train")
+        """Switch schedule-free optimizers to training."""
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """For optimizers without schedules, which have a mode for evaluation."""
-        _call(self.optimizer, "eval")
+        """Switch schedule-free optimizers to evaluation."""
+        getattr(self.optimizer, "eval", lambda: None)()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's parameter groups."""
         _refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's state."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -189,10 +189,10 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
         window = self._state_of_gradients.window
-        groups = () if self.placements else self.optimizer.param_groups  # gradients of models are with them
+        parameters = () if self.placements else self._own_parameters  # models bring their gradients
         return {
             "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
-            "gradients": [(parameter, parameter.grad) for group in groups for parameter in group["params"]],
+            "gradients": [(parameter, parameter.grad) for parameter in parameters],
             "settled": id(self) in window.settled,
             "stepped": id(self) in window.stepped,
         }
@@ -208,24 +208,17 @@ class AcceleratedOptimizer(Optimizer):
             parameter.grad = gradient
 
 
-def _call(optimizer: Optimizer, name: str) -> None:
-    method = getattr(optimizer, name, None)
-    if callable(method):
-        method()
-
-
 def _refuse_scaler(accelerating: bool) -> None:
-    """Raise if it is torch's GradScaler that reads a prepared optimizer's gradients.
+    """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
+
+    The scaler reads nothing else of an optimizer, so only the calling file tells it apart from other readers.
 
     Args:
-        accelerating: gradients are accumulated or scaled, so that a second scaler would spoil them.
-
-    Raises:
-        RuntimeError: it is.
+        accelerating: gradients are accumulated or scaled, so a second scaler would corrupt them.
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
-            "A GradScaler of the script's own works on a prepared optimizer. accelerator.backward and optimizer.step() "
+            "The script's own GradScaler works on a prepared optimizer. accelerator.backward and optimizer.step() "
             "scale and unscale by themselves under mixed_precision='fp16': delete the scaler and its lines "
             "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
             "optimizer.step(); scaler.unscale_ and scaler.update go)."

@@ -1,18 +1,18 @@
-"""``ParallelismConfig``: along which dimensions the processes share the work."""
+"""``ParallelismConfig``: the dimensions in which processes share the work."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import messages
 from ..settings import fill
 from ..strategies.options import mesh_options
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from ..torch_private import flatten_mesh
 
 #: The dimensions of the mesh, outermost first.
 DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -20,11 +20,12 @@ DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 @dataclass
 class TorchTensorParallelConfig:
-    """More for tensor parallelism.
+    """Settings of tensor parallelism.
 
     Args:
         enable_async_tp: not supported.
-        plan: how layers are split, pattern of layer names -> ``"colwise"``, ``"rowwise"``; ``"auto"``: found by names.
+        plan: how layers are split: patterns of layer names with ``"colwise"`` or ``"rowwise"``; ``"auto"`` chooses by
+            names.
     """
 
     enable_async_tp: bool = False
@@ -33,42 +34,45 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """For context parallelism, which a loop of one's own does not have.
-
-    Args:
-        cp_comm_strategy: how keys and values travel.
-    """
+    """Settings of context parallelism, which an Accelerator does not support."""
 
     cp_comm_strategy: str | None = None
 
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """For DeepSpeed's sequence parallelism, which Paceline does not have."""
+    """Settings of DeepSpeed's sequence parallelism, which is not supported."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
 
 
+class _Enabled(property):
+    """Whether there are several processes along a dimension."""
+
+    def __init__(self, dim: str, doc: str) -> None:
+        super().__init__(lambda config: config.size(dim) > 1, doc=doc)
+
+    def __get__(self, config: Any, owner: type | None = None) -> bool:  # type: ignore[override]
+        return super().__get__(config, owner)
+
+
 @dataclass
 class ParallelismConfig:
-    """Sizes whose product is the number of processes. None: by the settings (``parallelism_config_...``), else 1.
+    """Sizes whose product is the number of processes; None for the settings (``parallelism_config_...``), else 1.
 
     Args:
         dp_replicate_size: copies of the (sharded) model.
         dp_shard_size: processes over which each parameter is sharded.
         tp_size: processes over which each layer is split.
-        cp_size: processes over which a sequence is split; not supported above 1.
+        cp_size: not supported above 1.
         cp_backend: ``"torch"``.
         sp_size: not supported above 1.
         sp_backend: ``"deepspeed"``.
-        tp_handler: more for tensor parallelism.
+        tp_handler: settings of tensor parallelism.
         cp_handler: accepted.
         sp_handler: accepted.
-
-    Raises:
-        ValueError: a size is no number of processes.
     """
 
     dp_replicate_size: int | None = None
@@ -87,7 +91,9 @@ class ParallelismConfig:
         for dim in DIMS:
             size = getattr(self, f"{dim}_size")
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"ParallelismConfig({dim}_size={size!r}) is no number of processes. Pass 1 or more.")
+                raise ValueError(
+                    f"ParallelismConfig({dim}_size={size!r}) is not a number of processes. Pass 1 or more."
+                )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
@@ -98,11 +104,10 @@ class ParallelismConfig:
             )
 
     def filled(self, settings: Mapping[str, Any] | None) -> ParallelismConfig:
-        """A copy with what is open from the settings, and 1 where they say nothing."""
+        """A copy with unset sizes from the settings, else 1."""
         names = {f"{dim}_size": f"parallelism_config_{dim}_size" for dim in DIMS}
         found = fill(self, settings, names)
-        found = replace(found, **{name: getattr(found, name) or 1 for name in names})
-        return found
+        return replace(found, **{name: getattr(found, name) or 1 for name in names})
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
 
@@ -112,59 +117,40 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The number of processes that the sizes ask for."""
+        """The product of all sizes."""
         return math.prod(self.size(dim) for dim in DIMS)
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes over which data are split or parameters sharded."""
+        """Number of processes that see different data."""
         return self.size("dp_replicate") * self.size("dp_shard")
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that share one sample."""
+        """Number of processes that share one sample."""
         return self.size("tp") * self.size("cp") * self.size("sp")
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are copies."""
-        return self.size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are split."""
-        return self.size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are split."""
-        return self.size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are split by DeepSpeed."""
-        return self.size("sp") > 1
+    dp_replicate_enabled = _Enabled("dp_replicate", "Whether the model is replicated.")
+    dp_shard_enabled = _Enabled("dp_shard", "Whether parameters are sharded.")
+    tp_enabled = _Enabled("tp", "Whether layers are split.")
+    cp_enabled = _Enabled("cp", "Whether sequences are split.")
+    sp_enabled = _Enabled("sp", "Whether sequences are split by DeepSpeed.")
 
     # ---- the mesh --------------------------------------------------------------------------------------------------
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The dimensions along which there are several processes, outermost first."""
+        """The dimensions with several processes, outermost first."""
         return [dim for dim in DIMS if self.size(dim) > 1]
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Those of them that see different data."""
+        """Active dimensions along which data differ."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard")]
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Those of them that share samples."""
+        """Active dimensions along which samples are shared."""
         return [dim for dim in self.active_mesh_dims if dim in ("tp", "cp", "sp")]
 
     @property
@@ -174,23 +160,19 @@ class ParallelismConfig:
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Those over which a loss is averaged."""
+        """Active dimensions over which a loss is averaged."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard", "cp", "sp")]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """What ``fully_shard`` gets: the copies, and the flattened dimension of the shards."""
+        """Dimensions for ``fully_shard``: that of the copies, and the flattened one of the shards."""
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """All processes as a mesh of the active dimensions, flattened ones included; None with one process.
+        """Create the mesh of the active dimensions, including flattened ones; None with one process.
 
-        Every process must call; the process group exists.
+        Every process must call this after joining the process group.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from ..torch_private import flatten_mesh
-
         if not self.active_mesh_dims:
             return None
         sizes = tuple(self.size(dim) for dim in self.active_mesh_dims)
@@ -206,7 +188,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh; it is made where there is none and ``device_type`` is given."""
+        """The mesh, which is created if there is none and ``device_type`` is given."""
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         if self.device_mesh is not None and device_type not in (None, self.device_mesh.device_type):
@@ -217,20 +199,14 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Sizes, back ends and handlers as plain data."""
-        from dataclasses import asdict, is_dataclass
-
+        """All fields as plain data."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return {name: asdict(value) if is_dataclass(value) else value for name, value in found.items()}  # type: ignore[arg-type]
 
     # ---- the strategy ----------------------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The arguments of ModelParallelStrategy.
-
-        Raises:
-            NotImplementedError: split sequences, or asynchronous tensor parallelism.
-        """
+        """The arguments of ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "
@@ -243,5 +219,5 @@ class ParallelismConfig:
 
     @property
     def written(self) -> str:
-        """The sizes above 1 as they stand in code, for errors."""
+        """The sizes above 1 as code, for errors."""
         return f"ParallelismConfig({', '.join(f'{dim}_size={self.size(dim)}' for dim in self.active_mesh_dims)})"

@@ -1,6 +1,6 @@
-"""Plugins of an Accelerator: windows, compiling, folders, and DeepSpeed. FSDP's is in ``fsdp_plugin.py``.
+"""Plugins of an Accelerator: accumulation, folders, compiling, FSDP and DeepSpeed.
 
-A field that is None is not set: the launcher's flag, the environment or the configuration file then decides.
+A field that is None is set by the launcher's flag, the environment or the configuration file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .. import messages
 from ..settings import fill, if_set
 from ..strategies.compile_networks import compile_repeated
 from ..strategies.deepspeed.settings import DeepSpeedSettings
+from ..strategies.fsdp.settings import FSDPSettings
 from ..strategies.recompile_watch import watch_compiling
 from .enums import BackendName, DynamoBackend
 from .kwargs_handlers import KwargsHandler
@@ -33,14 +34,13 @@ MODES: tuple[ModeName, ...] = get_args(ModeName)
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How ``accumulate`` makes windows of micro-batches.
+    """How gradients are accumulated.
 
     Args:
-        num_steps: micro-batches an update; None: by the settings, else 1.
-        adjust_scheduler: accepted; a prepared scheduler moves once an update in either case, so its length counts
-            updates.
-        sync_with_dataloader: the last batch of a loader ends its window.
-        sync_each_batch: communicate gradients with every micro-batch (less memory under FSDP, more to send).
+        num_steps: micro-batches per update; None for the settings, else 1.
+        adjust_scheduler: accepted; a prepared scheduler always advances once per update, so its length counts updates.
+        sync_with_dataloader: whether the last batch of a loader completes a window.
+        sync_each_batch: communicate gradients after every micro-batch: less memory under FSDP, more communication.
     """
 
     num_steps: int | None = None
@@ -53,22 +53,22 @@ class GradientAccumulationPlugin(KwargsHandler):
             isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
         ):
             raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}) is no number of micro-batches. Pass 1 or "
-                "more."
+                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}) is not a number of micro-batches. Pass "
+                "1 or more."
             )
 
 
 @dataclass
 class ProjectConfiguration:
-    """Where logs and checkpoints go.
+    """Where logs and checkpoints are written.
 
     Args:
         project_dir: folder of the project.
-        logging_dir: folder of the trackers; ``project_dir`` if None.
-        automatic_checkpoint_naming: ``save_state()`` without a folder makes ``checkpoints/checkpoint_0``, ``_1``, ...
-        total_limit: how many of those to keep; None: all.
+        logging_dir: folder of the trackers; None for ``project_dir``.
+        automatic_checkpoint_naming: ``save_state()`` without a folder writes ``checkpoints/checkpoint_0``, ``_1``, ...
+        total_limit: number of these to keep; None for all.
         iteration: number of the next one.
-        save_on_each_node: write on each machine, for disks that they do not share.
+        save_on_each_node: write on each machine, if they do not share disks.
     """
 
     project_dir: str | None = None
@@ -82,7 +82,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project's folder, and that of the logs where it is not set."""
+        """Set the project's folder, and the logging folder if it is not set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -97,16 +97,16 @@ class ProjectConfiguration:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """What ``torch.compile`` is called with for prepared models.
+    """Arguments of ``torch.compile`` for prepared models.
 
     Args:
-        backend: a :class:`DynamoBackend` or its name; ``"no"``: models are not compiled.
+        backend: a :class:`DynamoBackend` or its name; ``"no"`` to not compile.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
-        fullgraph: raise rather than compile in several graphs.
-        dynamic: compile for shapes that change; None: torch finds out.
-        options: of the backend; excludes ``mode``.
+        fullgraph: raise an error instead of compiling several graphs.
+        dynamic: compile for shapes that change; None lets torch decide.
+        options: options of the backend; excludes ``mode``.
         disable: compile nothing, for debugging.
-        use_regional_compilation: compile the repeated blocks one by one, which start faster than the whole model.
+        use_regional_compilation: compile repeated blocks one by one, which starts faster than the whole model.
     """
 
     backend: DynamoBackend | BackendName | None = None
@@ -130,16 +130,16 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def compiles(self) -> bool:
-        """Whether there is something to compile with."""
+        """Whether models are compiled."""
         return self.backend not in (None, DynamoBackend.NO)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, by name; the backend as torch writes it."""
+        """Every field by name; the backend in lower case, as torch expects it."""
         found = super().to_dict()
         return found if self.backend is None else {**found, "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile`` that are given."""
+        """The arguments of ``torch.compile`` that are set."""
         found = super().to_kwargs()
         found.pop("use_regional_compilation", None)
         if found.get("mode") == "default":
@@ -147,11 +147,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return found
 
     def compiler(self) -> Callable[..., Any] | None:
-        """``torch.compile`` with these arguments; None if nothing is to be compiled.
-
-        Raises:
-            ValueError: torch has no such backend here.
-        """
+        """``torch.compile`` with these arguments; None to not compile."""
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
@@ -167,7 +163,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return partial(torch.compile, **arguments)
 
     def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:
-        """What compiles the module's forward; None if nothing does, or its repeated blocks were compiled in place."""
+        """Function that compiles the module's forward; None to not compile, or if its blocks were compiled in place."""
         compiler = self.compiler()
         if compiler is None or not self.use_regional_compilation:
             return compiler
@@ -190,7 +186,7 @@ _DYNAMO = {
 
 
 def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] | None) -> TorchDynamoPlugin:
-    """The plugin in force: the one given, with what it leaves open from the settings."""
+    """The given plugin, with unset fields from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
             f"Accelerator(dynamo_plugin={plugin!r}) is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or write "
@@ -200,23 +196,58 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
     return found if found.backend is not None else replace(found, backend=DynamoBackend.NO)
 
 
-# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+
+class FullyShardedDataParallelPlugin(FSDPSettings):
+    """Weights, gradients and optimizer state sharded over processes by torch's ``fully_shard`` (FSDP2).
+
+    Fields of FSDP 1 are translated, and one note names those without a meaning in FSDP2. Fields that are None come from
+    the settings (``fsdp_...``).
+
+    Args:
+        fsdp_version: 1 is accepted and treated as 2.
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep weights between forward and backward),
+            ``"HYBRID_SHARD"`` (shard within a machine) or ``"HYBRID_SHARD_ZERO2"``.
+        reshard_after_forward: False keeps weights between forward and backward; or a ``sharding_strategy``.
+        backward_prefetch: accepted; FSDP2 always fetches the next block's weights during backward.
+        mixed_precision_policy: a ``MixedPrecisionPolicy`` instead of autocast; also that of FSDP 1, a dict of its
+            arguments, or ``"bf16"`` or ``"fp16"`` for everything.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
+            torch.distributed.fsdp.wrap; None for the repeated block.
+        cpu_offload: keep shards and optimizer state in CPU memory.
+        ignored_modules: not supported.
+        state_dict_type: ``"FULL_STATE_DICT"`` (checkpoints are one file) or ``"SHARDED_STATE_DICT"`` (each process
+            writes its part).
+        state_dict_config: accepted; whole states are gathered on the CPU of rank 0.
+        optim_state_dict_config: the same.
+        limit_all_gathers: accepted; always on in FSDP2.
+        use_orig_params: accepted; always on in FSDP2.
+        param_init_fn: not supported; layers on the meta device are initialized by their ``reset_parameters``.
+        sync_module_states: accepted; FSDP always starts from rank 0's weights.
+        forward_prefetch: accepted and ignored.
+        activation_checkpointing: recompute the forward pass of each block during backward.
+        activation_checkpointing_offload: not supported.
+        cpu_ram_efficient_loading: accepted and ignored; build the model on the meta device instead.
+        transformer_cls_names_to_wrap: class names of the blocks, as a list or comma separated.
+        min_num_params: smallest block in parameters, for ``"size_based_wrap"``.
+    """
 
 
 class DeepSpeedPlugin(DeepSpeedSettings):
-    """ZeRO by the package DeepSpeed.
+    """ZeRO of the package DeepSpeed.
 
     Args:
-        hf_ds_config: a DeepSpeed configuration, a dict or the path of a JSON file; it wins over the other fields.
-        gradient_accumulation_steps: micro-batches an update.
-        gradient_clipping: norm that gradients are clipped to.
-        zero_stage: what is split over processes: 1 optimizer, 2 gradients too, 3 weights too; None: 2.
-        is_train_batch_min: which of several loaders' batch sizes DeepSpeed is told; here it is told none.
+        hf_ds_config: a DeepSpeed configuration as a dict or the path of a JSON file; overrides the other fields.
+        gradient_accumulation_steps: micro-batches per update.
+        gradient_clipping: largest gradient norm.
+        zero_stage: what is split over processes: 1 optimizer, 2 gradients too, 3 weights too; None means 2.
+        is_train_batch_min: accepted and ignored.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
         offload_param_device: ``"none"`` or ``"cpu"``, with stage 3.
         offload_optimizer_nvme_path: not supported.
         offload_param_nvme_path: not supported.
-        zero3_init_flag: accepted; a model becomes split when it is prepared.
+        zero3_init_flag: accepted; a model is split when it is prepared.
         zero3_save_16bit_model: accepted; saving always gathers whole weights.
         transformer_moe_cls_names: not supported.
         enable_msamp: not supported.
@@ -229,17 +260,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """The arguments of ``GradientState``: what the plugin says, else the settings, else DeepSpeed's configuration.
-
-    Args:
-        plugin: ``Accelerator(gradient_accumulation_plugin=...)``.
-        settings: with ``gradient_accumulation_steps``.
-        deepspeed: the plugin in force.
-
-    Raises:
-        TypeError: the plugin is none.
-        ValueError: two of them say different numbers.
-    """
+    """The arguments of ``GradientState``: from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator(gradient_accumulation_plugin={plugin!r}) is {messages.a(plugin)}. Pass a "
@@ -258,6 +279,6 @@ def choose_accumulation(
     theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
     if None not in (steps, theirs) and steps != theirs:
         raise ValueError(
-            f"DeepSpeed is told gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+            f"DeepSpeed has gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
         )
     return {**found, "num_steps": steps or theirs or 1}

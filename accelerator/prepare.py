@@ -1,4 +1,4 @@
-"""What ``accelerator.prepare`` has prepared: models, optimizers, schedulers and loaders, given in any order."""
+"""The models, optimizers, schedulers and loaders that ``accelerator.prepare`` has prepared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PREPARED = (PreparedLoader, AcceleratedOptimizer, AcceleratedScheduler)
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether something moves learning rates: torch's schedulers, and what has their methods."""
+    """Whether a value is a scheduler of torch, or has the methods of one."""
     if isinstance(value, (type, nn.Module, Optimizer)):
         return False
     return isinstance(value, LRScheduler) or all(
@@ -47,21 +47,15 @@ class Prepared:
     """The models, optimizers, schedulers and loaders of one Accelerator.
 
     Attributes:
-        strategy: of the Accelerator; each model gets a copy of its own.
+        strategy: the Accelerator's strategy; each model gets its own copy.
         gradient_state: tells optimizers and schedulers when to step.
-        dataloader_config: how loaders are split.
-        shards: the strategy replaces a model's parameters by parts of them.
-        compiler: returns what compiles a module's forward; None: nothing does.
-        clip_norm: optimizers clip the norm of their gradients to this by themselves; None: they do not.
-        device_placement: models and batches are moved to the device.
-        output_dtype: ``"fp32"`` or ``"keep"``; see ``Accelerator``.
-        step_scheduler_with_optimizer: schedulers move when their optimizers have stepped.
-        scheduler_steps: ``"per_update"`` or ``"per_sample"``; see ``Accelerator``.
-        placements: the models with their strategies in the order of their preparation, by the module's id.
-        optimizers: in the order of their preparation.
-        schedulers: likewise.
-        loaders: likewise.
-        seed: shuffling is computed from it, on all ranks; None until the first loader.
+        shards: whether the strategy replaces parameters by parts of them.
+        compiler: returns the function that compiles a module's forward pass, or None.
+        clip_norm: norm to which optimizers clip their gradients by themselves; None to not clip.
+        device_placement: whether models and batches are moved to the device.
+        placements: models with their strategies, by the module's id; these and the lists below are in order of
+            preparation.
+        seed: seed of the shuffling on all ranks; None before the first loader.
         errors: explains errors of the models and optimizers.
     """
 
@@ -85,7 +79,7 @@ class Prepared:
         self._connect()
 
     def _connect(self) -> None:
-        """Let what was prepared report back, through weak references; see :class:`.errors.Errors`."""
+        """Let prepared objects call back through weak references; see :class:`.errors.Errors`."""
         self.errors = Errors(self)
         settle_buffers = weakref.WeakMethod(self._settle_buffers)
 
@@ -102,7 +96,7 @@ class Prepared:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Models with the gradients that wait, and the position of each loader in its pass."""
+        """The state with models, gradients that wait for a step, and loader positions."""
         return vars(self) | {
             "errors": None,
             "placements": list(self.placements.values()),
@@ -123,7 +117,7 @@ class Prepared:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models, in the order of their preparation."""
+        """The models in order of preparation."""
         return [one.module for one in self.placements.values()]
 
     @property
@@ -132,15 +126,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """A prepared model with its strategy.
-
-        Args:
-            model: as ``prepare`` returned it, or wrapped since.
-            asked: the method of the Accelerator that needs it.
-
-        Raises:
-            ValueError: it was not prepared.
-        """
+        """A prepared model with its strategy."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(
@@ -150,7 +136,7 @@ class Prepared:
         return placement
 
     def clear(self) -> None:
-        """Forget everything, and give each model its own forward back."""
+        """Forget all objects and restore each model's own forward."""
         for placement in self.placements.values():
             restore(placement.module)
             placement.strategy.teardown()
@@ -158,7 +144,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """A pass begins: models in eval mode get rank 0's buffers, which are the ones that a checkpoint holds."""
+        """When a pass begins, give models in eval mode the buffers of rank 0, which checkpoints contain."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -167,12 +153,7 @@ class Prepared:
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Sequence[Any], placed: Sequence[bool | None]) -> list[Any]:
-        """Prepare objects; returns what stands for each, in their order.
-
-        Args:
-            objects: anything; what is no model, optimizer, scheduler or loader comes back as it is.
-            placed: for each, whether it goes to the device; None: as ``device_placement`` says.
-        """
+        """Prepare objects; see :meth:`.accelerator.Accelerator.prepare`."""
         found: list[Any] = list(objects)
         started: list[tuple[PreparedModel, Callable[[Any], Any] | None]] = []
         for index, value in enumerate(objects):
@@ -210,7 +191,7 @@ class Prepared:
         return prepared.module
 
     def _start(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
-        """Bring a model to its device, and shard or wrap it; its forward is routed when its optimizers are known."""
+        """Move a model to its device, and shard or wrap it. Its forward is routed when its optimizers are known."""
         model = migrated(model)
         if self.shards:
             self._refuse_shared(model)
@@ -222,7 +203,7 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise if a model shares parameters with one that is sharded, which has others in their place."""
+        """Raise if a model shares parameters with a sharded model, whose parameters were replaced."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:
@@ -234,7 +215,7 @@ class Prepared:
                 )
 
     def _finish(self, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
-        """Let the model's forward go through the strategy."""
+        """Route the model's forward through the strategy."""
         if not model.frozen:
             own = [one.optimizer for one in self.optimizers if one.placement is model]
             if own:
@@ -251,12 +232,12 @@ class Prepared:
         return wrapper
 
     def _add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """An optimizer that steps with complete windows, through the strategy of the model whose parameters it has."""
+        """Wrap an optimizer so that it steps with complete windows, through the strategy of its model."""
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
         present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if before is not None and placement is not None and old - present:  # of parameters that were replaced since
+        if before is not None and placement is not None and old - present:  # the state of replaced parameters
             optimizer.state.clear()
             placement.strategy.load_optimizer_state(placement.module, optimizer, before)
         strategy = self.strategy if placement is None else placement.strategy
@@ -271,7 +252,7 @@ class Prepared:
         return wrapper
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one scheduler: it moves with the optimizer whose learning rates it sets."""
+        """Prepare one scheduler, which advances with its optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         inner = getattr(scheduler, "optimizer", None)
@@ -292,10 +273,10 @@ class Prepared:
         return wrapper
 
     def loader(self, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
-        """Prepare one loader: it yields this process's batches, on the device."""
+        """Prepare one loader, which then yields this process's batches on the device."""
         if isinstance(loader, PreparedLoader):
             return loader
-        if self.seed is None:  # that of set_seed, if it was called
+        if self.seed is None:  # the seed of set_seed, if it was called
             self.seed = self.strategy.broadcast(torch.initial_seed() % 2**63)
         prepared = prepare_data_loader(
             loader,
@@ -314,19 +295,19 @@ class Prepared:
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches, on any device.
 
-        A process that has no more batches answers the others' communication of gradients until they are done too; then
-        all have the model of the process that trained longest. Only what DistributedDataParallel communicates is
-        answered: leave ``gather`` and the like, and ``backward(num_items=...)``, out of the loop.
+        A process without further batches takes part in the gradient communication of the others until all are done;
+        then all get the model of the process that trained longest. Only communication of DistributedDataParallel is
+        matched, so the loop must not call ``gather`` and similar methods, or ``backward(num_items=...)``.
 
         Args:
             joinables: prepared models that are trained inside, and optimizers that communicate
                 (ZeroRedundancyOptimizer).
-            even_batches: False lets prepared loaders give every sample once, so that some processes may have a batch
-                less; True gives all as many, and nothing is to be joined; None: as the loaders are.
+            even_batches: False: prepared loaders yield every sample once, so some processes may have a batch less;
+                True: all processes have equally many, and nothing is joined; None: as the loaders are set.
 
         Raises:
-            ValueError: a model that is not prepared.
-            NotImplementedError: a model that is sharded over the processes (FSDP, DeepSpeed, ...).
+            ValueError: a model is not prepared.
+            NotImplementedError: a model is sharded over processes (FSDP, DeepSpeed, ...).
         """
         found = [self._joinable(one) for one in joinables]
         shadowed: list[Joinable] = [one for one in found if one is not None]
@@ -346,7 +327,7 @@ class Prepared:
                 loader.even_batches = even
 
     def _joinable(self, one: Any) -> Joinable | None:
-        """What torch's Join takes for an object; None: it communicates nothing."""
+        """The object to pass to torch's Join; None if there is nothing to join."""
         placement = self.placements.get(id(one))
         if placement is not None:
             return placement.strategy.joinable()
@@ -364,7 +345,7 @@ def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any],
 
 
 def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], strategy: Strategy) -> None:
-    """Raise unless an optimizer under a strategy that shards has the parameters of exactly one model."""
+    """Raise unless an optimizer has parameters of exactly one model, as sharding requires."""
     if not owners:
         raise ValueError(
             f"{type(optimizer).__name__} has no parameter of a prepared model, and {type(strategy).__name__} "

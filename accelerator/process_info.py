@@ -1,4 +1,4 @@
-"""Which process this is, and what only some of them do: shared by ``PartialState`` and ``Accelerator``."""
+"""Ranks, and work of single processes, for ``PartialState`` and ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .enums import DistributedType
+from .operations import split_between_processes
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Processes:
-    """The processes of a strategy, of which this is one.
+    """This process and the others of its strategy.
 
     Attributes:
         strategy: where tensors live and how the processes communicate.
@@ -44,12 +45,12 @@ class Processes:
 
     @property
     def process_index(self) -> int:
-        """This process among all, 0-based."""
+        """Rank of this process, 0-based."""
         return self.strategy.global_rank
 
     @property
     def local_process_index(self) -> int:
-        """This process among those of its machine, 0-based."""
+        """Rank of this process on its machine, 0-based."""
         return self.strategy.local_rank
 
     @property
@@ -59,7 +60,7 @@ class Processes:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the one process that writes and speaks."""
+        """Whether this is the main process, which writes files and messages."""
         return self.process_index == 0
 
     @property
@@ -73,7 +74,7 @@ class Processes:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         self.strategy.barrier("wait_for_everyone")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -83,12 +84,12 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block, then the others: to download or to preprocess once."""
+        """Context that the main process runs first, for example to download data once."""
         yield from self._first(self.is_main_process, "main_process_first")
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """On each machine the first process runs the block, then the others."""
+        """Context that the first process of each machine runs first."""
         yield from self._first(self.is_local_main_process, "local_main_process_first")
 
     def _first(self, first: bool, name: str) -> Iterator[None]:
@@ -97,7 +98,7 @@ class Processes:
         try:
             yield
         finally:
-            if first:  # after an error too: the others wait
+            if first:  # also after an error, because the others wait
                 self.strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
@@ -133,14 +134,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, a tuple, a dict of these, a tensor or a data set.
-
-        Args:
-            inputs: what is split, in rank order; the first processes have one more where it does not come out even.
-            apply_padding: repeat the last element so that all parts have the same length.
-        """
-        from .operations import split_between_processes
-
+        """This process's part of ``inputs``; see :func:`.operations.split_between_processes`."""
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 

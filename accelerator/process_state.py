@@ -1,13 +1,11 @@
-"""Where this process stands among the others: ``PartialState``, and what an Accelerator shows as ``state``.
+"""``PartialState`` and ``AcceleratorState``: device, rank and process group; precision and plugins.
 
-What belongs to the process group is one for the whole process; precision, plugins and windows belong to each
-Accelerator.
+The process group is shared by the whole process; precision, plugins and windows belong to each Accelerator.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,17 +27,18 @@ if TYPE_CHECKING:
 
 #: Set in processes that a notebook forked.
 FORKED = "FORK_LAUNCHED"
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
 
 
 @dataclass
 class _Process:
-    """What is one for the whole process.
+    """State of the whole process.
 
     Attributes:
-        strategy: by which the process stands in its group; None: nobody asked yet.
-        state: of the Accelerator made last.
-        resets: how often all was forgotten.
-        cpu: a PartialState was asked to stay on the CPU.
+        strategy: the strategy that joined the process group; None before the first one.
+        state: state of the newest Accelerator.
+        resets: number of resets.
+        cpu: a PartialState was created with ``cpu=True``.
     """
 
     strategy: Strategy | None = None
@@ -56,7 +55,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context in which the process stands nowhere, as processes that are copied from it in there."""
+    """Context in which this process has no state, for processes that are copied from it."""
     before = vars(_process).copy()
     _process.forget()
     try:
@@ -66,7 +65,7 @@ def forgotten() -> Iterator[None]:
 
 
 class _Shared(Mapping[str, Any]):
-    """Read by programs that ask whether there is a state already: empty until then."""
+    """For programs that check whether there is a state already; empty until then."""
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
@@ -86,18 +85,18 @@ class _Shared(Mapping[str, Any]):
 
 
 def stays_on_cpu() -> bool:
-    """Whether a PartialState was asked to stay on the CPU."""
+    """Whether a PartialState was created with ``cpu=True``."""
     return _process.cpu
 
 
 class PartialState(Processes):
-    """The device and the place of this process among the others; makes the process group if there is none.
+    """The device and rank of this process; creates the process group if there is none.
 
-    All of them show the same: an Accelerator's, and those made before it.
+    All objects of this class show the same state.
 
     Args:
-        cpu: compute on the CPU, also where there are GPUs.
-        **group: what InitProcessGroupKwargs takes: ``backend``, ``timeout``, ``init_method``.
+        cpu: compute on the CPU even if there are GPUs.
+        **group: arguments of InitProcessGroupKwargs: ``backend``, ``timeout``, ``init_method``.
     """
 
     _shared_state = _Shared("strategy")
@@ -107,7 +106,7 @@ class PartialState(Processes):
             _process.strategy = _made(cpu, group)
         elif cpu and _process.strategy.device.type != "cpu":
             raise ValueError(
-                f"PartialState(cpu=True), but this process stands on {_process.strategy.device} already. Pass cpu=True "
+                f"PartialState(cpu=True), but this process already uses {_process.strategy.device}. Pass cpu=True "
                 "where the first PartialState or Accelerator is made."
             )
         _process.cpu = cpu or _process.cpu
@@ -115,12 +114,12 @@ class PartialState(Processes):
         self._resets = _process.resets
 
     def __reduce__(self) -> Any:
-        """The place of the process that reads it."""
+        """A copy shows the process that unpickles it."""
         return _place_here, (self.device.type == "cpu",)
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """The state of a strategy that is set up; the first one becomes that of the process."""
+        """The state of a strategy that is set up; the first strategy becomes that of the process."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -129,7 +128,7 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the process's place, so that the next PartialState or Accelerator finds it anew, for all of them."""
+        """Forget the state of the process, so that the next PartialState or Accelerator creates it again."""
         _process.forget()
 
     @property
@@ -137,19 +136,24 @@ class PartialState(Processes):
         """Where tensors live and how the processes communicate."""
         if self._resets != _process.resets:
             if _process.strategy is None:
-                asked = sys._getframe(1).f_code.co_name
-                raise AttributeError(_forgotten("PartialState", asked if hasattr(type(self), asked) else "strategy"))
+                raise AttributeError  # __getattr__ words it, with the name of the attribute that was read
             self._own, self._resets = _process.strategy, _process.resets
         return self._own
 
+    def __getattr__(self, name: str) -> Any:
+        """Called when an attribute is missing, or a property has raised an AttributeError."""
+        if "_resets" in vars(self) and not self.initialized and hasattr(type(self), name):
+            raise AttributeError(_forgotten("PartialState", name))
+        return object.__getattribute__(self, name)  # raises the error again
+
     @property
     def initialized(self) -> bool:
-        """Whether the place is known: False from when it is forgotten until it is found anew."""
+        """Whether there is a state; False after a reset."""
         return self._resets == _process.resets or _process.strategy is not None
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device here."""
+        """The best kind of device of this machine."""
         return torch.device(find_kind("auto"))
 
     @property
@@ -168,12 +172,12 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make the device current for torch."""
+        """Make this process's device torch's current one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group, or one that was made by hand; every process must call."""
+        """Leave the process group, or the given one. Every process must call this."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
@@ -193,13 +197,12 @@ class PartialState(Processes):
 
 
 class AcceleratorState:
-    """What an Accelerator was made with, and everything of its PartialState.
+    """Precision and plugins of an Accelerator, and everything of its PartialState.
 
-    ``AcceleratorState()`` is that of the Accelerator made last. Changing an Accelerator's settings is done on it: this
-    only shows them.
+    ``AcceleratorState()`` returns the state of the newest Accelerator. To change settings, use the Accelerator.
 
     Args:
-        mixed_precision: None, or what the Accelerator has.
+        mixed_precision: None, or the Accelerator's precision.
 
     Raises:
         ValueError: there is no Accelerator yet, or it has another precision.
@@ -215,7 +218,7 @@ class AcceleratorState:
     device_mesh: DeviceMesh | None
 
     def __new__(cls, mixed_precision: str | None = None, **_: Any) -> AcceleratorState:
-        """The state of the Accelerator made last."""
+        """The state of the newest Accelerator."""
         state = _process.state
         if state is None:
             raise ValueError(
@@ -231,29 +234,32 @@ class AcceleratorState:
 
     @classmethod
     def of(cls, partial: PartialState, mixed_precision: str = "no", **plugins: Any) -> AcceleratorState:
-        """That of an Accelerator which is being made; it becomes what ``AcceleratorState()`` returns.
+        """The state of a new Accelerator, which ``AcceleratorState()`` returns from now on.
 
         Args:
-            partial: its place.
+            partial: its PartialState.
             mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-            **plugins: ``deepspeed_plugin``, ``fsdp_plugin``, ``dynamo_plugin``, ``parallelism_config`` and
-                ``device_mesh``, each None if there is none.
+            **plugins: its plugins.
         """
         state = object.__new__(cls)
-        names = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config", "device_mesh")
-        vars(state).update({name: plugins.get(name) for name in names})
+        mesh = getattr(partial.strategy, "mesh", None)
+        vars(state).update({name: plugins.get(name) for name in _PLUGINS}, device_mesh=mesh)
         vars(state).update(_partial=partial, mixed_precision=mixed_precision)
         _process.state = state
         return state
 
     def __reduce__(self) -> Any:
-        """The same settings, at the place of the process that reads it."""
-        plugins = {name: value for name, value in vars(self).items() if name not in ("_partial", "device_mesh")}
-        return _state_here, (self._partial, plugins)
+        """The same settings, in the process that unpickles it."""
+        return _state_here, (self._partial, {"mixed_precision": self.mixed_precision, **self.plugins})
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """The plugins by name, each None if there is none."""
+        return {name: vars(self)[name] for name in _PLUGINS}
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the Accelerators; with ``reset_partial_state`` the process's place too."""
+        """Forget the newest Accelerator, and with ``reset_partial_state`` the state of the process."""
         if _process.state is not None:
             vars(_process.state).clear()
             _process.state = None
@@ -262,7 +268,7 @@ class AcceleratorState:
 
     @property
     def initialized(self) -> bool:
-        """Whether it still shows something."""
+        """Whether it was not reset."""
         return "_partial" in vars(self)
 
     @property
@@ -277,11 +283,11 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The plugin under its name; None if there is none."""
+        """The DeepSpeed plugin by name; None if there is none."""
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str = "default") -> Any:
-        """The plugin: there is one at most."""
+        """The only DeepSpeed plugin."""
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str = "default") -> None:
@@ -314,7 +320,7 @@ def is_initialized() -> bool:
 
 
 def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
-    """A strategy that stands where a launcher put this process, its group made."""
+    """A strategy in the process group that the launcher describes."""
     handlers = Handlers(process_group=InitProcessGroupKwargs(**group) if group else None)
     settings = {"cpu": resolve({"cpu": cpu or None}, door="PartialState")["cpu"]}
     strategy = choose(Choice(handlers=handlers, settings=settings))

@@ -1,4 +1,4 @@
-"""A progress bar that only one process of each machine shows."""
+"""A progress bar on only one process of each machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from ..processes.cluster_environment import find_cluster
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, shown by the first process of each machine.
-
-    Args:
-        *args: of tqdm.
-        main_process_only: False shows a bar for every process.
-        **kwargs: of tqdm; ``disable=True`` shows none.
+    """``tqdm.auto.tqdm`` on the first process of each machine, or with ``main_process_only=False`` on all.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.
-        ValueError: True or False came first, where tqdm expects what to iterate over.
+        ValueError: the first argument is a bool.
     """
     if not messages.is_installed("tqdm"):
         raise ModuleNotFoundError(messages.missing("paceline's tqdm", "tqdm"), name="tqdm")

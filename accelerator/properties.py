@@ -1,10 +1,11 @@
-"""What is in force in an Accelerator, to be read off it."""
+"""The properties of an Accelerator, most of them attributes of one of its parts."""
 
 from __future__ import annotations
 
 import operator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from .loaders import DataLoaderConfiguration
 from .process_info import Processes
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
     from ..settings import Settings
     from .accumulation import GradientState
-    from .loaders import DataLoaderConfiguration
     from .plugins import ProjectConfiguration
     from .prepare import Prepared
     from .process_state import AcceleratorState
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Shown(Generic[T]):
-    """An attribute of a part that is read and set at the Accelerator too.
+    """An attribute of one of the Accelerator's parts that can be read and set on the Accelerator.
 
     Args:
-        path: from the Accelerator to the attribute, such as ``"gradient_state.num_steps"``.
-        doc: what it says.
+        path: path from the Accelerator to the attribute, such as ``"gradient_state.num_steps"``.
+        doc: its description.
     """
 
     def __init__(self, path: str, doc: str) -> None:
@@ -57,58 +57,32 @@ class Facts(Processes):
     prepared: Prepared
     _trigger = False
 
-    device_placement: Shown[bool] = Shown(
-        "prepared.device_placement", "Whether models and batches are moved to the device."
+    device_placement = Shown[bool]("prepared.device_placement", "Whether models and batches move to the device.")
+    output_dtype = Shown[str]("prepared.output_dtype", "``fp32`` or ``keep``: the dtype of 16-bit model outputs.")
+    step_scheduler_with_optimizer = Shown[bool](
+        "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
-    output_dtype: Shown[str] = Shown(
-        "prepared.output_dtype", "``fp32`` or ``keep``: the dtype of what models return in 16 bits."
+    scheduler_steps = Shown[str]("prepared.scheduler_steps", "``per_update`` or ``per_sample``: what schedulers count.")
+    dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "How loaders are split.")
+    sync_gradients = Shown[bool]("gradient_state.sync_gradients", "Whether this micro-batch completes the window.")
+    step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved in states.")
+    project_dir = Shown[str | None]("project_configuration.project_dir", "Folder of logs and checkpoints.")
+    logging_dir = Shown[str | None]("project_configuration.logging_dir", "Folder of the trackers.")
+    gradient_accumulation_steps = Shown[int]("gradient_state.num_steps", "Micro-batches in a window.")
+    log_with = Shown[list[Any]]("trackers.wanted", "The requested trackers: names, classes and objects.")
+    deepspeed_plugin = Shown[Any]("state.deepspeed_plugin", "The DeepSpeed plugin in use, or None.")
+    parallelism_config = Shown[Any]("state.parallelism_config", "The requested parallelism sizes, or None.")
+    torch_device_mesh = Shown[Any]("state.device_mesh", "The mesh of all processes; None with one kind of parallelism.")
+    save_iteration = Shown[int]("project_configuration.iteration", "Number of the next folder of ``save_state()``.")
+    split_batches = Shown[bool]("dataloader_config.split_batches", "Whether each batch is split among all processes.")
+    dispatch_batches = Shown[bool | None]("dataloader_config.dispatch_batches", "Whether one process reads for all.")
+    even_batches = Shown[bool]("dataloader_config.even_batches", "Whether all processes get equally many batches.")
+    use_seedable_sampler = Shown[bool](
+        "dataloader_config.use_seedable_sampler", "Accepted; the order always depends only on seed and epoch."
     )
-    step_scheduler_with_optimizer: Shown[bool] = Shown(
-        "prepared.step_scheduler_with_optimizer", "Whether schedulers move when their optimizers have stepped."
-    )
-    scheduler_steps: Shown[str] = Shown(
-        "prepared.scheduler_steps", "``per_update`` or ``per_sample``: what a scheduler counts."
-    )
-    dataloader_config: Shown[DataLoaderConfiguration] = Shown("prepared.dataloader_config", "How loaders are split.")
-    sync_gradients: Shown[bool] = Shown(
-        "gradient_state.sync_gradients", "Whether optimizers step with this micro-batch, the window's last."
-    )
-    step: Shown[int] = Shown("gradient_state.step", "A number that the loop may count with; states keep it.")
-    project_dir: Shown[str | None] = Shown("project_configuration.project_dir", "Folder of logs and checkpoints.")
-    logging_dir: Shown[str | None] = Shown("project_configuration.logging_dir", "Folder of the trackers.")
-    gradient_accumulation_steps: Shown[int] = Shown("gradient_state.num_steps", "Micro-batches in a window.")
-    log_with: Shown[list[Any]] = Shown(
-        "trackers.wanted", "The trackers that were asked for: names, classes and objects."
-    )
-    deepspeed_plugin: Shown[Any] = Shown(
-        "state.deepspeed_plugin", "The DeepSpeed plugin in force; None if there is none."
-    )
-    parallelism_config: Shown[Any] = Shown(
-        "state.parallelism_config", "The sizes of the parallelism that was asked for; None if none was."
-    )
-    torch_device_mesh: Shown[Any] = Shown(
-        "state.device_mesh", "The mesh of all processes; None where there is one kind of parallelism."
-    )
-    save_iteration: Shown[int] = Shown(
-        "project_configuration.iteration", "The number of the next folder that ``save_state()`` makes."
-    )
-    split_batches: Shown[bool] = Shown(
-        "dataloader_config.split_batches", "Whether a loader's batch is that of all processes together."
-    )
-    dispatch_batches: Shown[bool | None] = Shown(
-        "dataloader_config.dispatch_batches", "Whether one process reads for all."
-    )
-    even_batches: Shown[bool] = Shown("dataloader_config.even_batches", "Whether all processes have as many batches.")
-    use_seedable_sampler: Shown[bool] = Shown(
-        "dataloader_config.use_seedable_sampler",
-        "Accepted; the order of samples is a function of seed and epoch in any case.",
-    )
-    non_blocking: Shown[bool] = Shown(
-        "dataloader_config.non_blocking", "Accepted; copies to a GPU do not wait in any case."
-    )
-    use_stateful_dataloader: Shown[bool] = Shown(
-        "dataloader_config.use_stateful_dataloader",
-        "Whether iterable data sets are read by torchdata's StatefulDataLoader.",
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Accepted; copies to a GPU never wait.")
+    use_stateful_dataloader = Shown[bool](
+        "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable data sets."
     )
 
     @property
@@ -119,19 +93,19 @@ class Facts(Processes):
 
     @property
     def scaler(self) -> Any:
-        """fp16's ``GradScaler``; None where losses are not scaled."""
+        """The ``GradScaler`` of fp16; None if losses are not scaled."""
         return self.strategy.precision.scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because fp16's gradients overflowed."""
+        """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     # ---- how processes share the work ------------------------------------------------------------------------------
 
     @property
     def multi_device(self) -> bool:
-        """Whether several GPUs hold a copy of the model each."""
+        """Whether there are several processes, each with a GPU."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
@@ -141,32 +115,32 @@ class Facts(Processes):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are sharded or split by torch's composable means."""
+        """The same as :attr:`is_fsdp2`."""
         return self.is_fsdp2
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process among those that split layers."""
+        """Rank of this process among those that split layers."""
         return self._place_on("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This process among those that hold successive layers."""
+        """Rank of this process among those that hold successive layers."""
         return self._place_on("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process among those that split sequences."""
+        """Rank of this process among those that split sequences."""
         return self._place_on("cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process among those that see different data."""
+        """Rank of this process among those that read different data."""
         return self.strategy.data_rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process among those that share one copy of the model."""
+        """Rank of this process among those that shard one copy of the model."""
         return self._place_on("dp_shard")
 
     def _place_on(self, axis: str) -> int:
@@ -175,32 +149,30 @@ class Facts(Processes):
 
     @property
     def fp8_backend(self) -> None:
-        """None: there is no 8-bit training."""
+        """Always None: there is no 8-bit training."""
         return
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes a model that was gathered."""
+        """Whether this process writes gathered models."""
         return self.is_main_process
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process that :meth:`check_trigger` tells all processes of."""
+        """Set a flag on this process that :meth:`check_trigger` reports to all processes."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
+        """Whether any process has called :meth:`set_trigger` since the last check. Every process must call this."""
         raised = self.strategy.agree(self._trigger)
         self._trigger = False
         return raised
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model is spread over several devices by a device map."""
+        """Whether a device map spreads the model over several devices."""
         found = getattr(model, "hf_device_map", None) or {}
         return len(set(found.values())) > 1
 
     def print_config(self) -> None:
-        """Print every setting in force, and where it comes from."""
+        """Print every setting and where its value comes from."""
         if self.is_main_process:
             self.settings.print()
-
-    # ---- folders and loaders ---------------------------------------------------------------------------------------

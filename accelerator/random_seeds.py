@@ -1,4 +1,4 @@
-"""Seeds and random states of a loop on several processes."""
+"""Seeds and random states on several processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed python's ``random``, numpy and torch (all devices).
 
     Args:
-        seed: 0 to 4294967295, the same on all processes. The order in which loaders shuffle comes of it too.
-        device_specific: each process adds its index, so that dropout, for one, differs between them.
-        deterministic: use algorithms that give the same bits every time, and raise where there is none.
+        seed: 0 to 4294967295, the same on all processes. It also decides the order of shuffling loaders.
+        device_specific: add the rank to the seed, so that for example dropout differs between processes.
+        deterministic: use only deterministic algorithms; operations without one raise an error.
     """
     cluster = find_cluster()
     seed_everything(seed + (cluster.rank if device_specific and cluster is not None else 0), verbose=False)
@@ -31,11 +31,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes rank 0's state of one kind of random generator; every process must call.
+    """Copy rank 0's state of a random generator to all processes. Every process must call this.
 
     Args:
-        rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"`` for the one given.
-        generator: a generator of the script's own.
+        rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"``.
+        generator: the generator for ``"generator"``.
     """
     strategy, kind = PartialState().strategy, getattr(rng_type, "value", rng_type)
     if kind not in _KINDS:
@@ -59,6 +59,6 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """:func:`synchronize_rng_state` for several kinds."""
+    """Call :func:`synchronize_rng_state` for several kinds."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

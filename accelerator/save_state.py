@@ -1,7 +1,6 @@
-"""``save_state`` and ``load_state``: a loop of one's own resumes to the bit.
+"""``save_state`` and ``load_state``, for a bit-identical resume of a user's loop.
 
-A state is a folder with one checkpoint of the format that the Trainer writes too, ``state.ckpt``, and beside it the
-files that hooks of the user's wrote.
+A state is a folder with ``state.ckpt``, a checkpoint in the Trainer's format, and the files of the user's hooks.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class States:
     """Saves and loads the states of one Accelerator.
 
     Attributes:
-        contents: what a state is made of.
-        folders: where states are.
         before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
         before_load: hooks ``(models, input_dir)``.
     """
@@ -47,27 +44,27 @@ class States:
     # ---- save ------------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
-        """Save everything that the loop needs to resume. Every rank must call.
+        """Save everything that the loop needs to resume. Every rank must call this.
 
-        Models, optimizers, schedulers, the loss scale, the position in every prepared loader, the gradients of the
-        window under way, the random states of every rank and the registered objects, in ``output_dir/state.ckpt``. At
-        every moment either the old or the complete new state exists.
+        ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
+        loader, gradients that wait for a step, the random states of every rank, and registered objects. At every moment
+        either the old or the complete new state exists.
 
         Args:
-            output_dir: a folder, or an address of one; None: ``project_dir/checkpoints/checkpoint_<n>`` with
+            output_dir: path or address of a folder; None: ``project_dir/checkpoints/checkpoint_<n>`` with
                 ``automatic_checkpoint_naming``.
-            safe_serialization: accepted; a state is data in either case, and no code is run when it is read.
-            **save_model_func_kwargs: ``only_trainable=True``, or ``exclude_frozen_parameters=True``, leaves frozen
-                parameters out.
+            safe_serialization: accepted and ignored: reading a state never runs code.
+            **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
+                parameters.
 
         Returns:
             The folder.
 
         Raises:
             RuntimeError: the ranks are at different lines of the program.
-            TypeError: a registered object's state is not plain data; or an argument that is not known.
-            ValueError: nothing says where to save.
-            OSError: it could not be written; raised on every rank, and the old state is as it was.
+            TypeError: the state of a registered object is not plain data, or an argument is unknown.
+            ValueError: no folder is given.
+            OSError: writing failed; raised on every rank, and the old state is unchanged.
         """
         only_trainable = _only_trainable(save_model_func_kwargs)
         contents, folders, strategy = self.contents, self.folders, self.contents.strategy
@@ -94,7 +91,7 @@ class States:
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Let hooks write files of their own; weights that rank 0's take out of the list are not saved here."""
+        """Let hooks write files; weights that they remove from the list on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None
@@ -123,7 +120,7 @@ class States:
                     strategy, "saved", lambda: single_file.write(checkpoint, path) if writes else None
                 )
         if strategy.is_global_zero and isinstance(folder, Path):
-            for pattern in (f".{STATE}.*.tmp", ".hooks.*.tmp"):  # of saves that were killed
+            for pattern in (f".{STATE}.*.tmp", ".hooks.*.tmp"):  # left by killed saves
                 for left in folder.glob(pattern):
                     atomic_write.remove(left)
 
@@ -136,21 +133,21 @@ class States:
         strict: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Resume to the bit from what :meth:`save` wrote. Every rank must call, after ``prepare``.
+        """Resume from a state of :meth:`save`. Every rank must call this, after ``prepare``.
 
-        The next pass over a prepared loader begins at its saved position. On another number of ranks that is the
-        position after the same number of samples, and one message says what else was derived.
+        The next pass over a prepared loader begins at its saved position. On another number of ranks it begins after
+        the same number of samples, and one message says what else was derived.
 
         Args:
-            input_dir: the folder; None: the newest valid one of the project, or of this run.
-            load_kwargs: accepted as far as they change nothing: ``weights_only=True``, ``map_location``.
-            strict: what cannot be restored is an error, before anything is changed; else one warning names it.
-            **load_model_func_kwargs: ``map_location`` is accepted; everything is loaded to its own device.
+            input_dir: the folder; None for the newest valid state of the project, or of this run.
+            load_kwargs: accepted if they have no effect: ``weights_only=True``, ``map_location``.
+            strict: raise an error, before anything is changed, if something cannot be restored; otherwise warn.
+            **load_model_func_kwargs: the same as ``load_kwargs``.
 
         Raises:
             FileNotFoundError: there is no such state.
-            ValueError: damaged, or of other optimizers.
-            RuntimeError: weights do not fit; or ``strict``, and something is missing.
+            ValueError: the state is damaged, or its optimizers are different.
+            RuntimeError: weights do not fit; or with ``strict``, something is missing.
         """
         _check_options({**(load_kwargs or {}), **load_model_func_kwargs})
         strategy = self.contents.strategy
@@ -185,13 +182,13 @@ class States:
     # ---- registered objects and hooks -------------------------------------------------------------------------------
 
     def register(self, *objects: Any) -> None:
-        """Save and load these objects with the state, by the order in which they are registered.
+        """Save and load objects with the state, matched by the order of registration.
 
         Args:
-            *objects: each with ``state_dict()``, which returns plain data and tensors, and ``load_state_dict(state)``.
+            *objects: each has ``state_dict()``, which returns plain data and tensors, and ``load_state_dict(state)``.
 
         Raises:
-            ValueError: some have no such methods; all of them are named, and none is registered.
+            ValueError: some objects lack these methods; none is registered.
         """
         odd = [
             f"{index}: {type(one).__name__}"
@@ -244,7 +241,7 @@ def _tell(where: str, missing: list[str], strict: bool) -> None:
             f"{text} Nothing was loaded. Prepare and register what was there when the state was saved, in the same "
             "order; or leave strict=True out."
         )
-    messages.warn(f"{text} What is not restored keeps its current state. strict=True makes this an error.")
+    messages.warn(f"{text} Everything else keeps its current state. strict=True makes this an error.")
 
 
 def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

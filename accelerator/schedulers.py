@@ -1,4 +1,4 @@
-"""A prepared learning rate scheduler: it moves with its optimizer, one step for each ``step()``."""
+"""Prepared learning rate schedulers, which advance with their optimizers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ if TYPE_CHECKING:
 
 
 class AcceleratedScheduler:
-    """Stands for the user's scheduler.
+    """Wraps the user's scheduler, and has all of its attributes.
 
-    ``step()`` moves it when its optimizers have stepped: not on a micro-batch that only accumulates, not after a step
-    that was left out because of an overflow. A ``OneCycleLR`` that is over keeps its last learning rate, with a
-    warning.
+    ``step()`` advances only if its optimizers have stepped: not while gradients accumulate, and not after a step that
+    was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate, with a warning.
 
     Args:
-        scheduler: the user's.
-        optimizers: those it moves with.
-        state: of the Accelerator.
-        with_optimizer: False: each call moves it.
-        times: how often a call moves it: 1, or the number of processes for a schedule that counts the batches of all.
+        with_optimizer: False to advance at each call.
+        times: steps per call: 1, or the number of processes for a schedule that counts the batches of all.
     """
 
     def __init__(
@@ -42,9 +38,9 @@ class AcceleratedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on, as the scheduler's own ``step`` does with these arguments.
+        """Advance like the scheduler's own ``step`` with these arguments.
 
-        One that is told a metric moves once a call, and after a pass also where that was left within a window.
+        A scheduler that gets a metric advances once per call, also after a pass that ended within a window.
         """
         state, told = self._state_of_gradients, bool(args or kwargs)
         if self.step_with_optimizer:
@@ -64,15 +60,15 @@ class AcceleratedScheduler:
                 self.scheduler.step()
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates in force, by parameter group."""
+        """The current learning rates by parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's."""
+        """The wrapped scheduler's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`."""
+        """Restore :meth:`state_dict`."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a state of an Accelerator holds: gathered from a loop, and given back to one."""
+"""The contents of an Accelerator's state: gather them from a loop, and restore them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..strategies.base import Strategy
     from .models import PreparedModel
+    from .optimizers import AcceleratedOptimizer
     from .plugins import ProjectConfiguration
     from .prepare import Prepared
     from .state_folders import Files
@@ -34,17 +35,16 @@ Weights = dict[int, dict[str, Any]]
 
 @dataclass(eq=False)
 class Contents:
-    """What a state of a loop is made of.
+    """The parts of an Accelerator whose state is saved.
 
     Attributes:
-        strategy: of the Accelerator.
         prepared: models, optimizers, schedulers and loaders.
-        windows: the micro-batches that wait for an optimizer step.
-        trackers: whose positions are kept.
-        project: its number of the next folder is kept.
+        windows: micro-batches that wait for an optimizer step.
+        trackers: trackers whose positions are saved.
+        project: holds the number of the next folder.
         settings: recorded, not restored.
-        objects: those registered for checkpointing, in their order.
-        script_skips: the script itself skips to the position in the data that was loaded.
+        objects: objects registered for checkpointing, in order.
+        script_skips: whether the script itself skips to the loaded position in the data.
     """
 
     strategy: Strategy
@@ -57,7 +57,7 @@ class Contents:
     script_skips: bool = False
 
     def weights(self, only_trainable: bool) -> tuple[Weights, dict[int, list[str]]]:
-        """The weights of all models, and the names of those left out; every rank must call."""
+        """The weights of all models, and the names of omitted ones. Every rank must call this."""
         weights: Weights = {}
         left_out: dict[int, list[str]] = {}
         for index, placement in enumerate(self.prepared.placements.values()):
@@ -73,18 +73,7 @@ class Contents:
     def gather(
         self, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int, line: str
     ) -> dict[str, Any]:
-        """Everything that a loop needs to resume; every rank must call.
-
-        Args:
-            weights: of the models whose weights are to be in it.
-            left_out: names of the weights that are not, by model.
-            files: what hooks wrote beside it.
-            sequence: number of the save.
-            line: the mark of the run.
-
-        Raises:
-            TypeError: the state of a registered object is not plain data.
-        """
+        """Everything that a loop needs to resume. Every rank must call this."""
         strategy = self.strategy
         custom = together(strategy, "saved", self._custom_states)
         ranks = strategy.gather_objects(self._of_this_rank(custom))
@@ -97,7 +86,9 @@ class Contents:
             "global_step": self._updates(),
             "state_dict": weights.get(0, {}),
             "models": {index: state for index, state in weights.items() if index},
-            "optimizer_states": [_optimizer_state(one) for one in self.prepared.optimizers],
+            "optimizer_states": [
+                one.strategy.optimizer_state(_module_of(one), one.optimizer) for one in self.prepared.optimizers
+            ],
             "lr_schedulers": [one.scheduler.state_dict() for one in self.prepared.schedulers],
             "paceline": {
                 "format": FORMAT,
@@ -127,7 +118,7 @@ class Contents:
         }
 
     def _updates(self) -> int:
-        """How many times the weights were updated, as far as an optimizer or a scheduler has counted."""
+        """Number of weight updates, according to the counters of optimizers and schedulers."""
         counts = [
             float(values["step"])
             for one in self.prepared.optimizers
@@ -159,14 +150,13 @@ class Contents:
         }
 
     def _settings(self) -> dict[str, str]:
-        """Those that somebody gave, as text."""
+        """The settings that are not defaults, as text."""
         settings = self.settings
         return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
 
-def _optimizer_state(one: Any) -> dict[str, Any]:
-    module = one.placement.module if one.placement is not None else nn.Module()
-    return one.strategy.optimizer_state(module, one.optimizer)
+def _module_of(optimizer: AcceleratedOptimizer) -> nn.Module:
+    return nn.Module() if optimizer.placement is None else optimizer.placement.module
 
 
 def _parameters(module: nn.Module) -> Any:
@@ -174,7 +164,7 @@ def _parameters(module: nn.Module) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    """Equal for equal plain data; of tensors a checksum."""
+    """A value that is equal for equal plain data; tensors are represented by checksums."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), b"" if is_in_parts(value) else digest(value.detach().cpu()))
     if isinstance(value, dict):
@@ -188,19 +178,14 @@ def _fingerprint(value: Any) -> Any:
 
 
 class Restored:
-    """What a state holds for this rank, and what is missing from it.
+    """A state that was read: compares it with the prepared objects, and restores them.
 
     Args:
-        contents: with everything prepared.
-        checkpoint: as read.
-        models: whose weights are to be loaded; a hook may have loaded those of others.
+        models: models whose weights are loaded; a hook may have loaded others.
         newer: the name of a later state of the same run, if there is one.
 
     Attributes:
-        missing: in words, what keeps its current state, or has no counterpart here.
-
-    Raises:
-        ValueError: an optimizer is another one than in the saved run.
+        missing: descriptions of what keeps its current state, or is only in the checkpoint.
     """
 
     def __init__(
@@ -227,7 +212,7 @@ class Restored:
         self._compare()
 
     def _match_weights(self, wanted: set[int]) -> list[tuple[PreparedModel, dict[str, Any], list[str]]]:
-        """Each model that is to be loaded, its weights, and the names of those that were left out."""
+        """The models to load, each with its weights and the names of omitted ones."""
         about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
@@ -242,7 +227,7 @@ class Restored:
             else:
                 state = self.checkpoint["state_dict"] if index == 0 else others[index]
                 found.append((placement, state, about[index]["left_out"]))
-        self._too_many("model", about, self.prepared.models, [one["class"] for one in about])
+        self._compare_counts("model", about, self.prepared.models[: len(about)], [one["class"] for one in about])
         return found
 
     def _compare(self) -> None:
@@ -250,8 +235,7 @@ class Restored:
         optimizers = self.checkpoint.get("optimizer_states", [])
         names = self.section.get("optimizers", [])
         inner = [one.optimizer for one in self.prepared.optimizers]
-        self._lacking("optimizer", optimizers, inner)
-        self._too_many("optimizer", optimizers, inner, names)
+        self._compare_counts("optimizer", optimizers, inner, names)
         for index, (one, state) in enumerate(zip(inner, optimizers, strict=False)):
             problem = optimizer_problem(one, state, names[index] if index < len(names) else "another optimizer")
             if problem:
@@ -261,11 +245,9 @@ class Restored:
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
         inner = [one.scheduler for one in self.prepared.schedulers]
-        self._lacking("scheduler", schedulers, inner)
-        self._too_many("scheduler", schedulers, inner, own.get("schedulers", []))
+        self._compare_counts("scheduler", schedulers, inner, own.get("schedulers", []))
         loaders = range(own.get("loaders", 0))
-        self._lacking("loader", loaders, self.prepared.loaders)
-        self._too_many("loader", loaders, self.prepared.loaders, [])
+        self._compare_counts("loader", loaders, self.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
@@ -274,19 +256,17 @@ class Restored:
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.contents.objects
-        self._lacking("registered object", saved, objects)
-        self._too_many("registered object", saved, objects, [one["class"] for one in saved])
+        self._compare_counts("registered object", saved, objects, [one["class"] for one in saved])
         for index, (one, kept) in enumerate(zip(objects, saved, strict=False)):
             if kept["class"] != type(one).__name__:
                 self.missing.append(
                     f"registered object {index} ({type(one).__name__}; the state has a {kept['class']} there)"
                 )
 
-    def _lacking(self, what: str, saved: Sequence[Any], present: Sequence[Any]) -> None:
+    def _compare_counts(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
+        """Note objects that are only here, or only in the state."""
         for index in range(len(saved), len(present)):
             self.missing.append(f"{what} {index} ({type(present[index]).__name__})")
-
-    def _too_many(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
         for index in range(len(present), len(saved)):
             name = f" ({names[index]})" if index < len(names) else ""
             self.missing.append(f"{what} {index}{name} of the state, which has no counterpart here")
@@ -294,12 +274,11 @@ class Restored:
     # ---- apply ------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Restore everything; every rank must call."""
+        """Restore everything. Every rank must call this."""
         contents = self.contents
         self._load_models()
         for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
-            module = one.placement.module if one.placement is not None else nn.Module()
-            one.strategy.load_optimizer_state(module, one.optimizer, state)
+            one.strategy.load_optimizer_state(_module_of(one), one.optimizer, state)
         for one, state in zip(self.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
             one.scheduler.load_state_dict(state)
         restore_precision(self.strategy.precision, self.section.get("precision"))
@@ -353,7 +332,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore the micro-batches that wait for a step; where a script skips by itself, once it has."""
+        """Restore micro-batches that wait for a step; if the script skips itself, when it has arrived."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -377,7 +356,7 @@ class Restored:
     # ---- randomness --------------------------------------------------------------------------------------------------
 
     def _load_random(self) -> None:
-        """Last, since what came before may have drawn."""
+        """Restore random states last, because everything before may draw random numbers."""
         strategy = self.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
@@ -390,7 +369,7 @@ class Restored:
 
 
 def _tell_position(index: int, loaded: Loaded) -> None:
-    """Say where the next pass over a loader begins, so that nothing skips to it once more."""
+    """Print where the next pass over a loader begins, so that the script does not skip again."""
     epoch, done = loaded.position["epoch"], loaded.position["batches"]
     if loaded.position["last"]:
         messages.info_once(
@@ -405,7 +384,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """The same without an answer, so that nothing is said of weights that are known to be missing."""
+    """The function without a result, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

@@ -1,4 +1,4 @@
-"""The folders of an Accelerator's states: their names, the newest, how many are kept, and the files of hooks."""
+"""The folders of an Accelerator's states: names, the newest one, how many are kept, and files of hooks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .plugins import ProjectConfiguration
 
-#: Below the project's folder, where states that are named by number go.
+#: Subfolder of the project for numbered states.
 CHECKPOINTS = "checkpoints"
 _NUMBERED = "checkpoint_"
 _ROOM, _BEFORE = "hooks", "before"
-#: Files that hooks wrote: size in bytes and CRC-32, by their path in the folder.
+#: Files of hooks: size in bytes and CRC-32 by path in the folder.
 Files = dict[str, list[int]]
 
 
 @dataclass(eq=False)
 class Folders:
-    """The folders in which one Accelerator saves its states, and finds them.
+    """The folders in which one Accelerator saves its states.
 
     Attributes:
-        strategy: of the Accelerator.
-        project: says where folders are made, and how many are kept.
-        line: the mark of the run, the same in processes that continue from each other.
-        sequence: the number of the last save.
-        folders: where this process has saved, the newest last.
-        counted: folders in which earlier saves have been counted.
+        project: where folders are created, and how many are kept.
+        line: id of the run, shared by processes that resume from each other.
+        sequence: number of the last save.
+        folders: folders in which this process has saved, the newest last.
+        counted: folders whose earlier saves have been counted.
     """
 
     strategy: Strategy
@@ -53,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Number one more save; it is higher than all that lie beside it."""
+        """The number of the next save, higher than those of all saves beside it."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
@@ -62,22 +61,18 @@ class Folders:
         return self.sequence
 
     def saved(self, folder: Location) -> None:
-        """A save is on the disk."""
+        """Note a completed save."""
         self.folders = [other for other in self.folders if other != folder] + [folder]
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """Where the next state goes: the folder given, or the next number; the same on every rank.
-
-        Raises:
-            ValueError: nothing says where.
-        """
+        """The folder of the next state, the same on every rank: the given one, or the next number."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
             raise ValueError(
-                "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
+                "accelerator.save_state() got no folder. Pass output_dir=..., or let folders be numbered: "
                 "Accelerator(project_config=ProjectConfiguration(project_dir='runs', "
                 "automatic_checkpoint_naming=True))."
             )
@@ -95,12 +90,7 @@ class Folders:
     # ---- the newest --------------------------------------------------------------------------------------------------
 
     def to_load(self, input_dir: Any) -> Location:
-        """The checkpoint that ``load_state`` reads.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: nothing says where to look.
-        """
+        """The checkpoint that ``load_state`` reads."""
         if input_dir is None:
             return self._newest()
         where = location(input_dir)
@@ -119,7 +109,7 @@ class Folders:
             folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
         if not folders and not self.folders:
             raise ValueError(
-                "accelerator.load_state() was not told where. Pass input_dir=..., or Accelerator(project_dir=...), "
+                "accelerator.load_state() got no folder. Pass input_dir=..., or Accelerator(project_dir=...), "
                 "whose newest state it takes."
             )
         own = [folder / STATE for folder in self.folders if (folder / STATE).exists()]
@@ -140,9 +130,9 @@ class Folders:
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete the oldest states of this run, also of earlier processes that it continues, beyond ``total_limit``.
+        """Delete the oldest states beyond ``total_limit``, of this run and the runs that it continues.
 
-        Numbered folders are deleted whole; from others what was saved there, and the folder if nothing else is in it.
+        Numbered folders are deleted completely; in others, only saved files, and the folder if it is then empty.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -160,7 +150,7 @@ class Folders:
 
 
 def states_in(folder: Location) -> Iterator[Location]:
-    """The states in the folders of a folder, hidden ones aside; none if there is no such folder."""
+    """The states in the subfolders of a folder, without hidden ones; none if the folder does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
@@ -214,7 +204,7 @@ def _nothing_in(where: Location) -> str:
 
 
 def newer_of_its_run(state: Location) -> str | None:
-    """The folder, beside that of a state, of one that the same run saved later; None if there is none."""
+    """The folder of a later state of the same run, beside that of a state; None if there is none."""
     own = _known(state)
     if own is None:
         return None
@@ -246,14 +236,14 @@ def files_of(state: Location) -> Files:
 
 
 class HookFiles:
-    """What hooks write comes beside a state together with it, or not at all.
+    """Makes the files of hooks appear together with a state, or not at all.
 
-    They write to a hidden folder inside, of the same name as the real one. Just before the state takes its place so do
-    their files, and those of before are kept in the hidden folder until it has: see :func:`settle_files`.
+    Hooks write to a hidden folder inside that of the state. Just before the state is renamed into place, their files
+    are moved, and the old ones are kept in the hidden folder until the state is complete; see :func:`settle_files`.
 
     Args:
-        folder: of the state.
-        strategy: every rank must call.
+        folder: the folder of the state.
+        strategy: the strategy; every rank must create this object.
     """
 
     def __init__(self, folder: Location, strategy: Strategy) -> None:
@@ -265,7 +255,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """Call the hooks; every rank does, with the folder to write to."""
+        """Call the hooks on every rank, with the folder to write to."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))
@@ -278,7 +268,7 @@ class HookFiles:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, on rank 0, the state is written; if that fails, everything is as it was."""
+        """Context in which rank 0 writes the state; if that fails, the old files are restored."""
         before = files_of(self.folder / STATE) if (self.folder / STATE).exists() else {}
         moved: list[str] = []
         try:
@@ -304,7 +294,7 @@ class HookFiles:
             kept.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(target, kept)
-            except OSError:  # there are no links here
+            except OSError:  # the file system has no links
                 shutil.copy2(target, kept)
         source.replace(target)
 
@@ -318,7 +308,7 @@ class HookFiles:
             target.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the hidden folder; on every rank, since the machines may not share it."""
+        """Delete the hidden folder on every rank, since machines may not share it."""
         atomic_write.remove(self._room)
 
 
@@ -338,10 +328,10 @@ def _delete_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def settle_files(state: Location, files: Files) -> list[str]:
-    """Bring back the files that a state was saved with, where a later save was killed on its way; on rank 0.
+    """Restore the files of a state, on rank 0, if a later save was killed before it was complete.
 
     Returns:
-        Those that are not what was saved, and of which there is no other.
+        The files that differ from the saved ones and cannot be restored.
     """
     folder = state.parent
     wrong = [name for name, sum_ in files.items() if not _is(folder / name, sum_)]

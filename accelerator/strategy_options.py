@@ -1,4 +1,4 @@
-"""What an Accelerator was given about its strategy: handlers, plugins and settings, as plain options."""
+"""Choose the strategy and precision of an Accelerator from its handlers, plugins and settings."""
 
 from __future__ import annotations
 
@@ -19,24 +19,20 @@ from ..strategies.options import Options
 from ..strategies.precision import MixedPrecision, Precision
 from ..strategies.precision.choose import choose_precision
 from .enums import PrecisionType
-from .fsdp_plugin import FullyShardedDataParallelPlugin
 from .kwargs_handlers import NO_EIGHT_BITS, Handlers
 from .parallelism_config import ParallelismConfig
-from .plugins import DeepSpeedPlugin
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 _NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What an Accelerator was given, as far as it decides the Strategy; what is None is decided by ``settings``.
+    """The arguments of an Accelerator that decide its Strategy; ``settings`` replace those that are None.
 
     Attributes:
-        handlers: from ``sort_handlers``.
-        fsdp_plugin: of the Accelerator.
-        deepspeed_plugin: one, or a dict with one.
-        parallelism_config: of the Accelerator.
-        settings: values by name; those of ``mixed_precision``, ``cpu`` and ``strategy`` include what code said.
+        deepspeed_plugin: a plugin, or a dict with one.
+        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` include arguments in code.
     """
 
     handlers: Handlers = field(default_factory=Handlers)
@@ -46,11 +42,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """The same with plugins that the settings ask for (``use_fsdp``, ...), and their open fields decided.
-
-        Raises:
-            TypeError: a plugin of another class.
-        """
+        """A copy with the plugins that settings ask for (``use_fsdp``, ...), and unset fields from the settings."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -65,12 +57,7 @@ class Choice:
         )
 
     def options(self) -> Options:
-        """What handlers and plugins say about a strategy.
-
-        Raises:
-            ValueError: a value that a plugin does not have, or two plugins that exclude each other.
-            NotImplementedError: something that Paceline does not have.
-        """
+        """The options of the strategy from handlers and plugins."""
         sizes = self.parallelism_config
         given: dict[str, tuple[Any, str]] = {
             "fsdp": (self.fsdp_plugin, "fsdp_plugin"),
@@ -84,7 +71,7 @@ class Choice:
 
 
 def choose(choice: Choice) -> Strategy:
-    """The Strategy, placed on its device but not set up yet (``setup_environment``)."""
+    """The Strategy, placed on its device, before ``setup_environment``."""
     choice = choice.filled()
     strategy, cpu = choice.settings.get("strategy") or "auto", bool(choice.settings.get("cpu"))
     kind = find_kind("cpu" if cpu else "auto")
@@ -130,16 +117,7 @@ def _say_unused(present: int) -> None:
 
 
 def precision_of(choice: Choice, kind: str) -> Precision:
-    """The Precision for ``mixed_precision`` with what the handlers say; says once which have no effect.
-
-    Args:
-        choice: what the Accelerator was given, filled.
-        kind: of device.
-
-    Raises:
-        NotImplementedError: fp8.
-        ValueError: an unknown word, or one that the DeepSpeed configuration contradicts.
-    """
+    """The Precision for ``mixed_precision`` and the handlers."""
     asked = if_set(choice.settings, "mixed_precision")
     if isinstance(asked, Precision):
         return asked
@@ -169,7 +147,7 @@ def precision_of(choice: Choice, kind: str) -> Precision:
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """DeepSpeed's own 16-bit mode, if its configuration asks for one; ``word`` may only repeat it."""
+    """DeepSpeed's own 16-bit mode if its configuration enables one, which ``word`` must not contradict."""
     config = plugin.deepspeed_config
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:

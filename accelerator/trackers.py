@@ -1,4 +1,4 @@
-"""Trackers: where ``accelerator.log`` sends the numbers of a run. The built-in ones are Paceline's own loggers."""
+"""Trackers for ``accelerator.log``. The built-in ones use Paceline's loggers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import Any, ClassVar, TypeVar, cast
 from .. import messages
 from ..checkpoint.logger_positions import named, say_where
 from ..loggers.base import Logger, Nothing
+from ..loggers.csv import CSVLogger
+from ..loggers.tensorboard import TensorBoardLogger
 from ..loggers.values import present
+from ..loggers.wandb import WandbLogger
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Trackers that other tools have under a name of their own.
+#: Trackers of Accelerate that Paceline does not have.
 _ELSEWHERE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio")
 _CLASS_OF_LOGGER = {"CSVLogger": "csv", "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
 
 
 def on_main_process(function: F) -> F:
-    """Let a tracker's method run on the main process only, unless the tracker has ``main_process_only = False``."""
+    """Make a tracker's method run only on the main process, unless the tracker has ``main_process_only = False``."""
 
     @functools.wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,16 +36,16 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """A place of your own for the numbers of a run. Subclass it, and pass an object or the class as ``log_with``.
+    """Base class for your own tracker. Pass an object or the class as ``log_with``.
 
     A class is called with the project's name, the logging directory if it ``requires_logging_directory``, and its
-    ``init_kwargs``. Making one must not talk to other processes: they may not have met yet.
+    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined yet.
 
     Attributes:
-        name: what ``get_tracker``, ``init_kwargs`` and ``log_kwargs`` call it.
-        requires_logging_directory: it writes files, so ``project_dir`` must be given.
-        main_process_only: it is made and called on the main process alone.
-        tracker: the object behind it, such as wandb's run; a property, usually.
+        name: its name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.
+        requires_logging_directory: whether it writes files, so that ``project_dir`` must be given.
+        main_process_only: whether it is created and called only on the main process.
+        tracker: the object behind it, such as wandb's run; usually a property.
     """
 
     name: str
@@ -59,29 +62,29 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Called by ``init_trackers``, when the processes have met: the moment to open files and connections."""
+        """Called by ``init_trackers``, when processes have joined: open files and connections here."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings of the run, by name."""
+        """Record the settings of the run by name."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record the values of one step: numbers, texts, or what else the tracker has a form for.
+        """Record the values of one step: numbers, texts, or other values that the tracker supports.
 
         Args:
-            values: by name.
-            step: place on the x axis.
-            **kwargs: what ``log_kwargs`` has for this tracker.
+            values: values by name.
+            step: position on the x axis.
+            **kwargs: this tracker's entry in ``log_kwargs``.
         """
 
     def finish(self) -> None:
-        """Called by ``end_training``: nothing may be lost after it."""
+        """Called by ``end_training``; nothing may be lost afterwards."""
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images, several under each name."""
+        """Record several images under each name."""
         self._has_no("log_images")
 
     def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record a table, of columns and rows or of a data frame."""
+        """Record a table from columns and rows or a data frame."""
         self._has_no("log_table")
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
@@ -89,7 +92,7 @@ class GeneralTracker:
         self._has_no("log_figure")
 
     def log_artifact(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Keep a file or folder with the run."""
+        """Save a file or folder with the run."""
         self._has_no("log_artifact")
 
     def _has_no(self, method: str) -> None:
@@ -99,26 +102,32 @@ class GeneralTracker:
         )
 
 
+def _by_logger(method: str) -> Any:
+    """A tracker's method that calls the logger's method of the same name."""
+
+    def record(self: LoggerTracker, *args: Any, **kwargs: Any) -> None:
+        self._call(method, method, *args, **kwargs)
+
+    record.__name__, record.__doc__ = method, getattr(GeneralTracker, method).__doc__
+    return on_main_process(record)
+
+
 class LoggerTracker(GeneralTracker):
     """One of Paceline's loggers as a tracker.
 
-    Nothing is opened before something is recorded, so that ``load_state`` can still make it go on with the run that
-    wrote the checkpoint.
-
-    Args:
-        logger: that writes.
+    Nothing is opened before the first value, so that ``load_state`` can still continue the run of the checkpoint.
     """
 
     name = "logger"
     requires_logging_directory = False
-    #: The package that it needs, by the name to install it with.
+    #: The package that it needs.
     package: ClassVar[str | None] = None
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._config: dict[str, Any] = {}
         self._settled = True
-        #: Whether something was recorded in this process, so that there is no way back to another run.
+        #: Whether this process has recorded something, so it cannot continue another run.
         self.is_used = False
         if type(self) is LoggerTracker:
             kind = type(logger).__name__
@@ -127,7 +136,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def logger(self) -> Logger:
-        """The logger, which knows the settings of the run."""
+        """The logger, with the settings of the run."""
         if not self._settled:
             self._settled = True
             self._logger.log_hyperparams(self._config)
@@ -158,17 +167,9 @@ class LoggerTracker(GeneralTracker):
         for name, images in present(values).items():
             self._call("log_images", "log_image", name, images, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        self._call("log_table", "log_table", table_name, *args, step=step, **kwargs)
-
-    @on_main_process
-    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        self._call("log_figure", "log_figure", name, figure, step=step, **kwargs)
-
-    @on_main_process
-    def log_artifact(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
-        self._call("log_artifact", "log_artifact", path, **kwargs)
+    log_table = _by_logger("log_table")
+    log_figure = _by_logger("log_figure")
+    log_artifact = _by_logger("log_artifact")
 
     def _call(self, method: str, of_logger: str, *args: Any, **kwargs: Any) -> None:
         record = getattr(self._logger, of_logger, None)
@@ -178,8 +179,8 @@ class LoggerTracker(GeneralTracker):
             self.is_used, _ = True, self.logger
             record(*args, **kwargs)
 
-    def go_on(self, state: Mapping[str, Any]) -> bool:
-        """Go on with the run of a checkpoint, as :meth:`Logger.state_dict` tells of it; whether that was possible."""
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Continue the run of a state of :meth:`Logger.state_dict`; returns whether that was possible."""
         if self.is_used:
             return False
         self._logger.withdraw()
@@ -198,8 +199,6 @@ class CSVTracker(LoggerTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        from ..loggers.csv import CSVLogger
-
         super().__init__(CSVLogger(logging_dir, **{"name": run_name, **kwargs}))
 
 
@@ -211,8 +210,6 @@ class TensorBoardTracker(LoggerTracker):
     package = "tensorboard"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        from ..loggers.tensorboard import TensorBoardLogger
-
         super().__init__(TensorBoardLogger(logging_dir, **{"name": run_name, "default_hp_metric": False, **kwargs}))
 
     @property
@@ -224,15 +221,13 @@ class TensorBoardTracker(LoggerTracker):
 class WandBTracker(LoggerTracker):
     """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
 
-    The run is there from ``init_trackers`` on, as ``wandb.run`` too.
+    The run, also ``wandb.run``, exists after ``init_trackers``.
     """
 
     name = "wandb"
     package = "wandb"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers.wandb import WandbLogger
-
         super().__init__(WandbLogger(**{"project": run_name, **kwargs}))
 
     @property
@@ -253,16 +248,16 @@ class WandBTracker(LoggerTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         super().log_images({name: list(images) for name, images in present(values).items()}, step, **kwargs)
 
-    def go_on(self, state: Mapping[str, Any]) -> bool:
-        went_on = super().go_on(state)
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        resumed = super().resume(state)
         if not self.is_used:
             self.start()
             _ = self.logger
-        return went_on
+        return resumed
 
 
 class _Absent(GeneralTracker):
-    """Stands for a tracker on processes that have none: takes everything, keeps nothing."""
+    """Replaces a tracker on processes without one, and does nothing."""
 
     requires_logging_directory = False
 
@@ -278,7 +273,7 @@ class _Absent(GeneralTracker):
         return None
 
 
-#: What ``log_with`` takes besides a name.
+#: Values of ``log_with`` besides names.
 Tracker = Logger | GeneralTracker | type[GeneralTracker]
 _classes: dict[str, type[GeneralTracker]] = {
     "csv": CSVTracker,
@@ -288,10 +283,10 @@ _classes: dict[str, type[GeneralTracker]] = {
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` know a tracker class by its ``name``. A built-in one of that name is replaced, which is said.
+    """Register a tracker class for ``log_with`` by its ``name``; replaces one of the same name with a warning.
 
     Raises:
-        ValueError: it is no :class:`GeneralTracker` class, or has no ``name`` or ``requires_logging_directory``.
+        ValueError: this is not a :class:`GeneralTracker` class, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not _is_tracker_class(tracker_class):
         raise ValueError(
@@ -313,22 +308,22 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[str]:
-    """The names of all trackers whose packages are installed."""
+    """Names of all trackers whose packages are installed."""
     return [name for name, kind in _classes.items() if _lacks(kind) is None]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """What ``log_with`` asks for, each once: names, classes and objects.
+    """The names, classes and objects of the requested trackers, each once.
 
     Args:
-        log_with: a name or several with commas, a ``LoggerType``, a :class:`GeneralTracker` object or class, a
-            Paceline logger, or a list of these. ``"all"`` takes every tracker that can work here.
-        logging_dir: where trackers that write files may do so.
+        log_with: a name or several separated by commas, a ``LoggerType``, a :class:`GeneralTracker` object or class, a
+            Paceline logger, or a list of these. ``"all"`` means every tracker that works here.
+        logging_dir: directory for trackers that write files.
 
     Raises:
-        ValueError: a name that nobody knows, or a tracker that writes files without a ``logging_dir``.
-        TypeError: something that is no tracker.
-        ModuleNotFoundError: a tracker that was asked for by name needs a package that is not installed.
+        ValueError: a name is unknown, or a tracker that writes files has no ``logging_dir``.
+        TypeError: a value is not a tracker.
+        ModuleNotFoundError: the package of a tracker is not installed.
     """
     if isinstance(log_with, str) and not isinstance(log_with, Enum):
         log_with = [name.strip() for name in log_with.split(",")]
@@ -358,8 +353,8 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         return one
     if not isinstance(one, str) and not _is_tracker_class(one):
         raise TypeError(
-            f"log_with got {one!r} (of type {type(one).__name__}), which is no tracker. Pass a name such as 'wandb', "
-            "a GeneralTracker object or class, or one of Paceline's loggers."
+            f"log_with got {one!r} (of type {type(one).__name__}), which is not a tracker. Pass a name such as "
+            "'wandb', a GeneralTracker object or class, or one of Paceline's loggers."
         )
     if isinstance(one, str) and one in _ELSEWHERE and one not in _classes:
         raise NotImplementedError(
@@ -392,15 +387,14 @@ def _is_tracker_class(value: Any) -> bool:
 class Trackers(list[GeneralTracker]):
     """The trackers of an Accelerator, empty until ``init_trackers``.
 
-    Nothing here talks to other processes, so all of it may also be called on the main process alone. On the others
-    the list is as long, but only trackers with ``main_process_only = False`` do anything.
+    No method communicates with other processes, so all may be called on the main process only. Other processes have
+    the same list, but only trackers with ``main_process_only = False`` do anything.
 
     Args:
-        log_with: as given to the Accelerator.
-        logging_dir: of its ``ProjectConfiguration``.
+        logging_dir: the directory of its ``ProjectConfiguration``.
 
     Attributes:
-        wanted: what ``log_with`` asks for.
+        wanted: the requested trackers.
     """
 
     def __init__(self, log_with: Any = None, logging_dir: str | os.PathLike[str] | None = None) -> None:
@@ -418,13 +412,13 @@ class Trackers(list[GeneralTracker]):
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Make all trackers, start them and give them the settings of the run; those of a run before are ended.
+        """Create and start all trackers, and log the settings of the run. Trackers of an earlier run are closed.
 
         Args:
-            project_name: a folder of the logging directory, or wandb's project.
+            project_name: name of a folder in the logging directory, or of wandb's project.
             config: the settings.
-            init_kwargs: more arguments, by the tracker's name.
-            logging_dir: another than the Accelerator began with.
+            init_kwargs: more arguments by the tracker's name.
+            logging_dir: replaces the Accelerator's original directory.
         """
         if self._started:
             self.finish()
@@ -445,16 +439,16 @@ class Trackers(list[GeneralTracker]):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Send the values of one step to every tracker.
+        """Log the values of one step to every tracker.
 
         Args:
-            values: numbers, or tensors of one element; texts and more as far as the trackers show them. Paceline's
-                trackers leave out a value that is None; one of your own gets it.
-            step: place on the x axis.
-            log_kwargs: more arguments of :meth:`GeneralTracker.log`, by the tracker's name.
+            values: numbers, tensors of one element, and other values that the trackers support. Paceline's trackers
+                skip None.
+            step: position on the x axis.
+            log_kwargs: more arguments of :meth:`GeneralTracker.log` by the tracker's name.
 
         Raises:
-            RuntimeError: there are no trackers, because ``init_trackers`` was not called.
+            RuntimeError: ``init_trackers`` was not called.
         """
         if not self._started and messages.is_rank_zero():
             raise RuntimeError(self._why_not(f"accelerator.log({list(values)})"))
@@ -464,12 +458,12 @@ class Trackers(list[GeneralTracker]):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or with ``unwrap`` the object behind it.
+        """The tracker of a name, or with ``unwrap`` the object behind it.
 
-        On a process that has none of it the answer takes every call and does nothing.
+        On processes without this tracker, the result accepts every call and does nothing.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no such tracker.
             RuntimeError: ``init_trackers`` was not called.
         """
         found = next((tracker for tracker in self if tracker.name == name), None)
@@ -485,26 +479,26 @@ class Trackers(list[GeneralTracker]):
         return found.tracker if unwrap else found  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """End the run in every tracker; ``init_trackers`` begins another one."""
+        """Close every tracker; ``init_trackers`` starts another run."""
         if self._started:
             self._started, self._ended = False, True
             for tracker in self:
                 tracker.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each logger stands, for a checkpoint; empty on other processes than the main one."""
+        """Positions of the loggers, for a checkpoint; empty except on the main process."""
         found = self._loggers() if self._started else {}
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Go on with the run that wrote a checkpoint: what it recorded after that is dropped, to be recorded again.
+        """Continue the runs of a checkpoint; values recorded after the checkpoint are dropped and recorded again.
 
-        Before ``init_trackers`` the states wait for it. A tracker that has recorded something in this process already
-        stays as it is: nothing of a run that goes on is dropped.
+        Before ``init_trackers`` is called, the states wait for it. A tracker that has already recorded something in
+        this process is not changed.
 
         Args:
-            states: of :meth:`state_dict`.
-            newer: a later checkpoint of that run, if there is one; then what follows is recorded as another run.
+            states: result of :meth:`state_dict`.
+            newer: a later checkpoint of that run, if there is one; then the following values belong to a new run.
         """
         if not messages.is_rank_zero():
             return
@@ -518,7 +512,7 @@ class Trackers(list[GeneralTracker]):
             self._resumed = dict(states)
             return
         self._resumed = {}
-        going = {name: one for name, one in self._loggers().items() if name in states and one.go_on(states[name])}
+        going = {name: one for name, one in self._loggers().items() if name in states and one.resume(states[name])}
         say_where("Logging continues in", (one.logger for one in going.values()))
 
     def _loggers(self) -> dict[str, LoggerTracker]:
@@ -536,14 +530,14 @@ class Trackers(list[GeneralTracker]):
             return f"{call} after end_training, which has closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
-                f"{call} goes nowhere: this Accelerator has no tracker. Set Accelerator(log_with='tensorboard', "
+                f"{call} has no effect: this Accelerator has no tracker. Set Accelerator(log_with='tensorboard', "
                 "project_dir='...') or another one, and call accelerator.init_trackers('my_project')."
             )
-        return f"{call} before init_trackers goes nowhere. Call accelerator.init_trackers('my_project') first."
+        return f"{call} before init_trackers has no effect. Call accelerator.init_trackers('my_project') first."
 
 
 def _name(one: Any) -> str:
-    """What a wanted tracker is called, before there is an object of it."""
+    """The name of a requested tracker before it is created."""
     if isinstance(one, str):
         return one
     if isinstance(one, Logger):
@@ -553,7 +547,7 @@ def _name(one: Any) -> str:
 
 
 def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The tracker of a name, class or object; a stand-in where this process needs none."""
+    """Create the tracker of a name, class or object, or a placeholder if this process needs none."""
     kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))

@@ -1,4 +1,4 @@
-"""The accumulation windows of one Accelerator: opened, saved with a state, restored and forgotten."""
+"""The accumulation windows of one Accelerator."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Windows:
-    """Opens accumulation windows, and moves those under way into and out of a saved state.
+    """Creates accumulation windows, and saves and restores incomplete ones.
 
     Attributes:
-        strategy: of the Accelerator.
-        state: holds the windows; it gets the one that a loop without ``accumulate`` uses.
-        prepared: the models.
+        state: holds the windows, including one for loops without ``accumulate``.
     """
 
     strategy: Strategy
@@ -36,7 +34,7 @@ class Windows:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Windows by the numbers of their models: ids mean nothing in a copy."""
+        """The state with windows by model number, since ids mean nothing in a copy."""
         index = {id(model): number for number, model in enumerate(self.prepared.models)}
         known = self.state.windows.items()
         return vars(self) | {
@@ -50,11 +48,7 @@ class Windows:
             self.state.windows[tuple(id(models[one]) for one in key)] = window
 
     def open(self, models: Sequence[Any]) -> Window:
-        """The window in which these models gather gradients; all prepared models if none is given.
-
-        Raises:
-            ValueError: a model was not prepared.
-        """
+        """The window of some prepared models, or of all if none is given."""
         key = tuple(map(id, models))
         window = self.state.windows.get(key)
         if window is None:
@@ -74,10 +68,10 @@ class Windows:
     # ---- gather ------------------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, Any]:
-        """What this rank keeps of all windows.
+        """The windows of this rank, for a checkpoint.
 
-        ``windows``: of each its models, whether it is the one in force, and where it stands; ``gradients``: those that
-        wait, by model; None where the strategy has no way to save them.
+        ``windows`` holds their models, positions, and which one is current; ``gradients`` holds gradients that wait for
+        a step by model, None if the strategy cannot save them.
         """
         state = self.state
         places = {id(model): index for index, model in enumerate(self.prepared.models)}
@@ -85,7 +79,7 @@ class Windows:
             ([places[key] for key in keys], window) for keys, window in self.state.windows.items()
         ]
         if all(window is not state.window for _, window in named):
-            named.append((None, state.window))  # of a loop without `accumulate`
+            named.append((None, state.window))  # the window of a loop without `accumulate`
         windows, waiting = [], set[int]()
         for models, window in named:
             kept = window.state_dict()
@@ -106,20 +100,18 @@ class Windows:
             messages.warn_once(
                 f"{type(self.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
                 f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of "
-                "the window under way. Call save_state where accelerator.sync_gradients is True."
+                "the incomplete window. Call save_state where accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
-        """Restore gradients that wait for a step, and the position within each window; every rank must call.
+        """Restore windows from results of :meth:`gather`. Every rank must call this.
 
-        Args:
-            own: what :meth:`gather` returned on this rank; None if the saved run had another number of ranks.
-            ranks: what it returned on each rank.
+        ``own`` is this rank's result, None if the saved run had another number of ranks; ``ranks`` are all results.
 
         Returns:
-            In words, what was derived because it could not be restored.
+            Descriptions of what was derived rather than restored.
         """
         self.forget()
         placements = self._placements
@@ -134,11 +126,11 @@ class Windows:
         if lost:
             derived.append("the accumulation window, which starts over without its micro-batches")
         elif found and not exact:
-            derived.append("the gradients of the window under way (the mean over the saved ranks)")
+            derived.append("the gradients of the incomplete window (the mean over the saved ranks)")
         return derived
 
     def forget(self) -> None:
-        """Forget the micro-batches that wait for an optimizer step, and their gradients."""
+        """Discard the micro-batches that wait for an optimizer step, and their gradients."""
         for model in self.prepared.models:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -181,7 +173,7 @@ class Windows:
 
 
 def _fits(placements: list[PreparedModel], index: int, gradients: Mapping[str, Any] | None) -> bool:
-    """Whether saved gradients have the form that the model's strategy keeps them in."""
+    """Whether saved gradients have the form that the model's strategy uses."""
     return gradients is None or all(
         isinstance(kept, dict) is _in_parts(placements, index) for kept in gradients.values()
     )
@@ -193,7 +185,7 @@ def _in_parts(placements: list[PreparedModel], index: int) -> bool:
 
 
 def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
-    """Items per current rank: an equal share of those that all saved ranks have counted."""
+    """Items per current rank: an equal share of the items counted by all saved ranks."""
     return {"items": sum(one["items"] for one in saved) / len(saved) * share, "unit": saved[0]["unit"]}
 
 
@@ -218,7 +210,7 @@ def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float)
 
 
 def _whole(value: Any) -> Tensor | None:
-    """The whole gradient if a rank has accumulated it alone; None if ranks hold parts of it."""
+    """The whole gradient that a rank has accumulated; None if it holds only a part."""
     if isinstance(value, dict):
         return value["whole"] if value["part"] is None else None
     return value

@@ -97,6 +97,11 @@ def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtyp
 
 
 def _attach(own: Tensor, note: Note) -> None:
+    """Store a note at a parameter, and let copies of the parameter keep the note.
+
+    The parameter must stay the same object, because tied layers, optimizers and the user may hold it. So its class is
+    changed in place. ``torch.utils.swap_tensors`` does the same, but refuses parameters that have weak references.
+    """
     vars(own)[_NOTE] = (note, change_count(own))
     if type(own) is nn.Parameter:
         own.__class__ = NotedParameter

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
+    Step = Callable[[Any, int], Any]
+
 FIT_PSEUDO_CODE = """\
 def fit():
     configure_callbacks()
@@ -116,6 +118,15 @@ class Callback:
 
     runs_last: bool = False
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
+
+    limits_training: bool = False
+    """Whether this callback stops the training by itself, so that it needs neither ``max_epochs`` nor ``max_steps``."""
+
+    skips_together: bool = False
+    """Whether this callback's :meth:`around_training_step` judges each loss and skips a batch on all ranks or on none.
+
+    ``training_step`` may then return None on some ranks, and nothing else warns of a loss that is not finite.
+    """
 
     @property
     def state_key(self) -> str:
@@ -301,12 +312,59 @@ class Callback:
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Called when a checkpoint is loaded, between the module's weights and this callback's ``load_state_dict``."""
 
+    def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
+        """Return what the trainer calls instead of ``step``, the training step; asked once, when training starts.
+
+        The returned function gets ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``, read
+        its output and return another one; under automatic optimization None skips the batch. Must not call backward.
+        Not with ``Trainer(compile="step")``, whose step is one graph.
+        """
+        return step
+
+    def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: dict[str, float]) -> None:
+        """Called before ``teardown`` if a profiler knows how a run's time was split.
+
+        ``seconds`` is the time by part, without overlaps; ``profiler`` is the profiler's class name.
+        """
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int | None:
+        """Return the batches per optimizer step in an epoch (0-based), or None if this callback does not set them.
+
+        A callback that sets ``trainer.accumulate_grad_batches`` announces it here, so that the number of steps is known
+        before the training.
+        """
+        return None
+
+    def save_on_signal(self, trainer: Trainer, name: str) -> None:
+        """Called on all ranks when a signal (``name``) ends a fit, until a callback :meth:`has_saved`. May save."""
+
+    def has_saved(self, step: int, weights: bool = False) -> bool:
+        """Whether this callback saved ``step`` in a file to resume from or, with ``weights``, at least its weights."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return this callback's state for a checkpoint, as plain data and tensors. An empty dict saves nothing."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned when the checkpoint was written."""
+
+
+class Rollback(Exception):  # noqa: N818 - a request, not an error
+    """Raised by a callback on all ranks to end a fit, which then continues from a checkpoint in the same process.
+
+    Attributes:
+        path: the checkpoint.
+        own: whether this run wrote it, so that everything in it is restored; else the fit started with it and restarts.
+        blamed: epoch and index of the batch to skip when it comes again, or None.
+    """
+
+    def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None = None) -> None:
+        why = "an earlier checkpoint, because the weights may already be damaged"
+        if blamed is not None:
+            why = f"to skip batch {blamed[1]} of epoch {blamed[0]} when it comes again"
+        super().__init__(f"going back to {str(path)!r}, {why}.")
+        self.path, self.own, self.blamed = path, own, blamed
 
 
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
@@ -332,9 +390,14 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
     return method
 
 
+#: Methods of a callback that belong to no moment of the pseudo-code.
+OTHER_METHODS = (
+    *("around_training_step", "on_profile", "get_accumulate_grad_batches", "save_on_signal", "has_saved"),
+    *("state_dict", "load_state_dict"),
+)
 #: Every hook a callback can define, in the order of the class above.
 HOOKS: tuple[str, ...] = tuple(
     name
     for name, value in vars(Callback).items()
-    if callable(value) and not name.startswith("_") and name not in ("state_dict", "load_state_dict")
+    if callable(value) and not name.startswith("_") and name not in OTHER_METHODS
 )

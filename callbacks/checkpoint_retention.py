@@ -336,15 +336,16 @@ class CheckpointKeeper(Checkpoint):
 
     def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
         """Delete the replaced files, because the new ones are on disk. Called on rank 0, perhaps in a thread."""
+        remove = trainer.checkpoint_io.remove_checkpoint if trainer.checkpoint_io.has_own_form else None
         for old in replaced:
             if old not in paths and old != self._protected(trainer):
-                self._files.delete(old)
+                self._files.delete(old, remove)
 
     @staticmethod
     def _protected(trainer: Trainer) -> str | None:
         """Return the file that the fit resumed from if the user gave its path, not a word such as ``"last"``."""
         path = trainer.ckpt_path
-        return None if not path or path == trainer.current_run.newest else storage.absolute(path)
+        return None if not path or path == str(trainer.current_run.newest) else storage.absolute(path)
 
     def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
         """Tell the user and the loggers that a save is done."""

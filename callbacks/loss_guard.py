@@ -15,15 +15,15 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import manifest
-from .base import Callback
+from .base import Callback, Rollback
 from .early_stopping import check_mode
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
+    from .base import Step
 
 ACTIONS = ("skip", "rollback", "raise")
-Step = Callable[[Any, int], Any]
 
 
 class LossGuard(Callback):
@@ -75,7 +75,6 @@ class LossGuard(Callback):
         ValueError: ``action="rollback"``, and the run saves no checkpoints, or weights only.
     """
 
-    #: A step may return None to skip a batch, because all processes agree to do so.
     skips_together = True
 
     def __init__(
@@ -240,23 +239,6 @@ class LossGuard(Callback):
         self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
         self._good = deque(state_dict["good"], maxlen=self.window)
         self._way_back.last_good = tuple(state_dict["last_good"])
-
-
-class Rollback(Exception):  # noqa: N818 - a request, not an error
-    """Raised to end a fit that then continues from a checkpoint in the same process.
-
-    Attributes:
-        path: the checkpoint.
-        own: whether this run wrote it, so that everything in it is restored; else the fit started with it and restarts.
-        blamed: epoch and index of the batch to skip when it comes again, or None.
-    """
-
-    def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None) -> None:
-        why = "an earlier checkpoint, because the weights may already be damaged"
-        if blamed is not None:
-            why = f"to skip batch {blamed[1]} of epoch {blamed[0]} when it comes again"
-        super().__init__(f"going back to {str(path)!r}, {why}.")
-        self.path, self.own, self.blamed = path, own, blamed
 
 
 class _Saved(NamedTuple):

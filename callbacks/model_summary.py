@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import messages
+from ..report.text_table import fitted
 from ..torch_private import pytree
 from .base import Callback
-from .summary_table import fitted
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -126,7 +126,10 @@ class Summary:
 
         Long cells are wrapped between words. If that is not enough, columns are omitted, and a line names them.
         """
-        rows, left_out = fitted(self._columns(), width)
+        left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
+        rows, left_out = fitted(
+            self._columns(), width, ("Name", "In sizes", "Out sizes"), left_out, ("Name", "Type"), " | "
+        )
         rule = "-" * max(len(line) for row in rows for line in row.splitlines())
         totals = [*self._totals(), *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
         if width is not None:

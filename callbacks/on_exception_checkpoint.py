@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import messages
 from ..checkpoint import storage
-from .checkpoint_retention import Checkpoint, CheckpointKeeper
+from .checkpoint_retention import Checkpoint
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -46,8 +46,7 @@ class OnExceptionCheckpoint(Checkpoint):
         training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
         if not training or trainer.fast_dev_run:
             return
-        keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
-        if state.signum and any(keeper.has_saved(state.global_step) for keeper in keepers):
+        if state.signum and any(callback.has_saved(state.global_step) for callback in trainer.callbacks):
             return
         what = type(exception).__name__
         try:

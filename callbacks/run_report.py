@@ -78,6 +78,9 @@ class RunReport(Callback):
         record = None if self._record is None else self._record.path
         return None if record is None else str(record.with_suffix(".html"))
 
+    def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: dict[str, float]) -> None:
+        self.add_split(profiler, seconds)
+
     def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
         """Add another time split to the page, such as a profiler's times inside a step.
 

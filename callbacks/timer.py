@@ -59,6 +59,7 @@ class Timer(Callback):
             )
         self._grace = grace_seconds
         self._duration = None if duration is None else to_timedelta(duration, "Timer(duration=)").total_seconds()
+        self.limits_training = duration is not None
         self._verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}

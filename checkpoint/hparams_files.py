@@ -71,7 +71,9 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
     path = Path(config_yaml)
     if not path.parent.is_dir():
-        raise RuntimeError(f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Make it first.")
+        raise RuntimeError(
+            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Make it first."
+        )
     if type(hparams).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import csv
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +15,8 @@ from . import restore
 from .hparams_files import read_hparams
 from .hyperparameters import COMMAND_LINE_KEYS, AttributeDict
 from .instantiate import are_of_command_line, instantiate_module
+from .objects import names
 from .read import read
-
-T = TypeVar("T")
 
 
 def load_from_checkpoint(
@@ -29,7 +27,7 @@ def load_from_checkpoint(
     strict: bool | None = None,
     weights_only: bool | None = None,
     **kwargs: Any,
-) -> T:
+) -> Any:
     """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
 
     The random states do not change.
@@ -41,21 +39,15 @@ def load_from_checkpoint(
             device.
         hparams_file: a ``.yaml`` or ``.csv`` file whose values replace the hyperparameters in the checkpoint.
         strict: whether the names of the weights have to match; None uses ``strict_loading``.
-        weights_only: None or True; files are data, and code that a file names is never run.
+        weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
         **kwargs: arguments of ``__init__`` that override the hyperparameters.
 
     Raises:
-        ValueError: the file is not a checkpoint, or names code; or ``weights_only`` is False.
+        ValueError: the file is not a checkpoint, or names code.
         RuntimeError: the weights do not fit.
         TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or has no such argument.
     """
-    if weights_only not in (None, True):
-        raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint(weights_only={weights_only!r}): checkpoints are data, and code that "
-            "a file names is never run. Omit weights_only, and allow types you trust with "
-            "torch.serialization.add_safe_globals([...])."
-        )
-    checkpoint = read(path, "cpu" if map_location is None else map_location)
+    checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
     is_module = issubclass(cls, nn.Module)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
@@ -64,7 +56,7 @@ def load_from_checkpoint(
         if are_of_command_line(saved):
             made = instantiate_module(cls, {**saved, **kwargs})
         else:
-            made = cls(**_arguments(cls, checkpoint, kwargs))
+            made = cls(**_arguments(cls, checkpoint, kwargs, weights_only is False))
         if is_module:
             restore.call(made, "configure_model")
     if isinstance(made, nn.Module):
@@ -78,13 +70,17 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
     restore.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
     wanted = restore.is_strict(module) if strict is None else strict
-    restore.load_weights(module, state, wanted, lambda module, *args: module.load_state_dict(*args))
+    restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
         module.to(device)
 
 
-def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any:
+    return module.load_state_dict(state, strict=strict)
+
+
+def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trusted: bool) -> dict[str, Any]:
     """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -104,7 +100,8 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> d
             f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
-    _must_be_complete(cls, named, arguments, list(saved))
+    apart = [] if trusted else names(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY)
+    _must_be_complete(cls, named, arguments, list(saved), apart)
     return arguments
 
 
@@ -115,8 +112,14 @@ def _attribute_dicts(value: Any) -> Any:
     return value
 
 
-def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: list[str]) -> None:
+def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: list[str], apart: list[str]) -> None:
     lacking = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
+    if lacking and apart:
+        raise TypeError(
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint has "
+            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file "
+            f"names. If you trust the file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+        )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)

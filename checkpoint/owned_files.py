@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from .. import messages
@@ -62,12 +62,18 @@ class RunFiles:
         """Return the first path that does not exist, or whose file is ours and will be replaced anyway."""
         return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
-    def delete(self, path: str) -> None:
-        """Delete a file if it is in the folder and ours."""
-        if not storage.is_inside(path, self.folder) or not self.is_ours(path):
+    def delete(self, path: str, remove: Callable[[str], Any] | None = None) -> None:
+        """Delete a file if it is in the folder and ours.
+
+        Args:
+            path: of the file.
+            remove: deletes a file that a CheckpointIO has written in a form of its own, so that only its path says
+                whose it is.
+        """
+        if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return
         try:
-            storage.remove(path)
+            (remove or storage.remove)(path)
         except OSError as error:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def read(
-    path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
+    path: str | os.PathLike[str] | Remote | IO[bytes],
+    map_location: Any = "cpu",
+    strategy: Strategy | None = None,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Verify the checksums of a checkpoint and read it.
 
@@ -21,6 +24,7 @@ def read(
         path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its remote address.
         map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies it without loading them.
         strategy: decides which parts of a folder's tensors this process needs; None for all.
+        trusted: also load objects, which runs code that the file names.
 
     Raises:
         FileNotFoundError: there is no such file; the message lists the files in the folder.
@@ -28,5 +32,5 @@ def read(
         ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
-        return sharded_folder.read(location(path), map_location, strategy)
-    return single_file.read(path, map_location)
+        return sharded_folder.read(location(path), map_location, strategy, trusted)
+    return single_file.read(path, map_location, trusted)

@@ -209,7 +209,9 @@ def _clear(temporary: Path, target: Location) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
+def read(
+    folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None, trusted: bool = False
+) -> dict[str, Any]:
     """Verify the checksums of a checkpoint folder and read it.
 
     Args:
@@ -217,6 +219,7 @@ def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None 
         map_location: device for the tensors; ``"meta"`` verifies the folder without loading them.
         strategy: decides which part of each tensor this process needs; None for whole tensors. With a strategy, every
             process must call this.
+        trusted: also load objects, which runs code that the file names.
 
     Raises:
         ValueError: it is damaged, incomplete, or written by a newer version.
@@ -224,7 +227,7 @@ def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None 
     agreed = partial(together, strategy or Strategy(), "read")
     agreed(lambda: _check(folder, strategy))
     inside = folder / manifest.read_folder(folder).inside
-    contents = single_file.read(inside / CONTENTS, map_location)
+    contents = single_file.read(inside / CONTENTS, map_location, trusted)
     if torch.device(map_location) == torch.device("meta"):
         return contents
     wanted: dict[str, Tensor] = {}

@@ -17,6 +17,7 @@ from .. import messages
 from ..torch_private import storage_key
 from . import atomic_write, manifest, storage
 from .manifest import FORMAT
+from .objects import open_section
 from .plain_data import plain
 from .storage import Location, Remote, location
 from .verify import Problem, file_problem
@@ -147,12 +148,15 @@ def _storage_sizes(value: Any) -> dict[int, int]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
+def read(
+    path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu", trusted: bool = False
+) -> dict[str, Any]:
     """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
 
     Args:
         path: a file, a remote address (whose file is downloaded first), or an open seekable binary file.
         map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies a file without loading them.
+        trusted: also load objects, which runs code that the file names.
 
     Raises:
         FileNotFoundError: there is no such file; the message lists the files in the folder.
@@ -163,15 +167,15 @@ def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = 
         where = location(path)
         _must_be_file(where)
         with storage.local_copy(where) as copy, copy.open("rb") as file:
-            return _read(file, str(where), map_location)
-    return _read(path, str(getattr(path, "name", path)), map_location)
+            return _read(file, str(where), map_location, trusted)
+    return _read(path, str(getattr(path, "name", path)), map_location, trusted)
 
 
-def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
+def _read(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> dict[str, Any]:
     _check_bytes(file, name)
     file.seek(0)
     try:
-        checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+        checkpoint = torch.load(file, map_location=map_location, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
@@ -181,7 +185,7 @@ def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
             raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
     _check_contents(checkpoint, name)
-    return checkpoint
+    return open_section(checkpoint, name) if trusted else checkpoint
 
 
 def _must_be_file(path: Location) -> None:
@@ -255,7 +259,6 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
         return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
-        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
-        "these names with torch.serialization.add_safe_globals([...]); or load it with torch.load(weights_only=False), "
-        "which runs them, and save it again without them."
+        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, pass "
+        "weights_only=False, which runs them; or allow these names with torch.serialization.add_safe_globals([...])."
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
+from ..processes.cluster_environment import STARTER
 from ..processes.timings import STARTED
 from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
 from .launch_flags import add_flags, given, refuse
@@ -94,6 +95,7 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     command = script.alone()
     if script.kind != "program":
         command = launched_worker.command(script.target, script.arguments, module=script.kind == "module")
+    os.environ[STARTER] = "paceline launch"
     return launch.run(command, plan.num_processes, place, plan.kind, plan.binds_gpus, options)
 
 

@@ -19,8 +19,8 @@ from ..checkpoint.read import read
 from ..data.datamodule import DataModule
 from ..processes.cluster_environment import is_requeued
 from ..processes.seed import seed_everything, seed_from_environment
-from ..trainer.arguments import SETTLED, from_variables
 from ..trainer.module import TrainingModule
+from ..trainer.settings_arguments import SETTLED, from_variables
 from ..trainer.trainer import Trainer
 from .argument_parser import (
     ArgsType,

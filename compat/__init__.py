@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from types import ModuleType
 
 from .. import messages
 from . import finder
 
 PACKAGES = ("lightning",)
+#: Variable with the packages to replace, separated by commas, in this process and in those that it starts.
+VARIABLE = "PACELINE_STANDS_IN"
+#: Modules named like the packages, which install the replacement in a Python that a program starts.
+_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 
 def install(*names: str) -> None:
@@ -26,4 +33,36 @@ def install(*names: str) -> None:
     for name in names:
         if name not in PACKAGES:
             raise ValueError(messages.unknown("package", name, PACKAGES))
-        finder.install(importlib.import_module(f".{name}.names", __name__).PACKAGE)
+        if finder.install(_package(name)):
+            _tell_children(name)
+
+
+def install_from_environment() -> None:
+    """:func:`install` what the variable ``PACELINE_STANDS_IN`` names."""
+    install(*(name for name in map(str.strip, os.environ.get(VARIABLE, "").split(",")) if name))
+
+
+def found_on_path(root: str) -> ModuleType:
+    """Replace a package in a process that found it in the folder ``on_path``, and import it."""
+    install(
+        next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots)
+    )
+    return importlib.import_module(root)
+
+
+def _package(name: str) -> finder.Package:
+    return importlib.import_module(f".{name}.names", __name__).PACKAGE
+
+
+def _tell_children(name: str) -> None:
+    """Let Python processes that this one starts find the replacement too."""
+    named = [one for one in os.environ.get(VARIABLE, "").split(",") if one]
+    if name not in named:
+        os.environ[VARIABLE] = ",".join([*named, name])
+    path = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    for folder in (os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))), _FOLDER):
+        if folder not in path:
+            path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    if _FOLDER not in sys.path:
+        sys.path.insert(1, _FOLDER)  # spawned processes have this one's path

@@ -35,6 +35,13 @@ class Target:
         return getattr(self.owner(), self.name) if self.name else self.owner()
 
 
+def _nothing_else(name: str) -> Any:
+    return UNKNOWN
+
+
+def _nothing() -> None: ...
+
+
 @dataclass
 class Package:
     """A package that Paceline replaces.
@@ -47,7 +54,7 @@ class Package:
         aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
         distributions: what ``importlib.metadata`` finds installed.
         fallback: the value of a name that no table has; UNKNOWN if there is none.
-        on_install: called once the imports are answered.
+        on_import: called when the first module is imported.
         homepage: in the metadata.
         check_early: libraries that check only once, when they are imported, whether the package is installed.
     """
@@ -58,8 +65,8 @@ class Package:
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     distributions: Collection[str] = ()
-    fallback: Callable[[str], Any] = lambda name: UNKNOWN
-    on_install: Callable[[], None] = lambda: None
+    fallback: Callable[[str], Any] = _nothing_else
+    on_import: Callable[[], None] = _nothing
     homepage: str = ""
     check_early: Collection[str] = ()
 
@@ -108,8 +115,10 @@ class Alias(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name here and where Paceline has it, so that what replaces it in a test is used; importing a submodule
-        does not hide a function of the same name."""
+        """Set a name here and where Paceline has it, so that what replaces it in a test is used.
+
+        Importing a submodule does not hide a function of the same name.
+        """
         target = self._targets.get(name)
         if isinstance(value, Alias) and target is not None:
             return
@@ -126,6 +135,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, package: Package) -> None:
         self.package = package
+        self._imported = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """The spec of a module; None if it does not belong to the package."""
@@ -134,14 +144,15 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         original = self.package.own_name(name)
         if original not in self.package.modules:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            name, self, origin=__file__, is_package=self.package.is_package(original)
-        )
+        spec = importlib.machinery.ModuleSpec(name, self, origin=__file__, is_package=self.package.is_package(original))
         spec.has_location = True
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Create the module, or take the one that has another name already."""
+        if not self._imported:
+            self._imported = True
+            self.package.on_import()
         original = self.package.own_name(spec.name)
         if original != spec.name:
             module = importlib.import_module(original)
@@ -234,5 +245,4 @@ def install(package: Package) -> bool:
         )
     sys.meta_path.insert(0, Finder(package))
     importlib.invalidate_caches()
-    package.on_install()
     return True

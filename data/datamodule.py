@@ -157,7 +157,7 @@ class DataModule(HyperparametersMixin):
             checkpoint_path: the file.
             map_location: device for its tensors, as for ``torch.load``.
             hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: always True: a file may contain data, but no code. False is refused.
+            weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
             **kwargs: arguments of ``__init__`` that override the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint

@@ -1,4 +1,4 @@
-"""How much memory a model and its training take, found without taking any."""
+"""Estimate the memory of a model and its training without allocating it."""
 
 from __future__ import annotations
 
@@ -36,29 +36,27 @@ _NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What one process of a training has in memory, in bytes.
+    """The memory of one process of a training, in bytes.
 
-    The peak is less than the sum of the parts: gradients come while activations go.
+    The peak is less than the sum of the parts, because activations are freed while gradients are created.
 
     Attributes:
         precision: as in ``Trainer(precision=...)``.
-        strategy: its name.
-        num_processes: over which weights and data are spread.
-        batch_size: samples of one process in a batch; None where no batch was given.
-        weights: parameters and buffers, of which a sharded process holds its part.
-        gradients: those that the update finds.
+        strategy: name of the strategy.
+        num_processes: number of processes.
+        batch_size: samples in a batch of one process; None without a batch.
+        weights: parameters and buffers; with sharding, this process's part.
+        gradients: gradients at the update.
         optimizer: the optimizer's state.
-        activations: what forward leaves for backward, with the batch; None where no batch was given, or the step runs
+        activations: tensors that forward saves for backward, and the batch; None without a batch, or if the step runs
             backward itself.
-        training: the peak of a training; a lower bound where no batch was given.
-        training_phase: what runs at the peak: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"setup"``.
-        training_at_peak: what the peak is made of: ``weights``, ``gradients``, ``optimizer``, ``activations``,
-            ``gathered`` (DDP's buckets; under FSDP what is put together of the other processes' parts) and
-            ``temporary``.
-        inference: the peak of a pass without gradients; None where no batch was given, or the step runs
-            backward itself.
-        host: what lies in the host's memory instead (``cpu_offload``).
-        guessed: the step reads values out of tensors, which had none: its memory may depend on them.
+        training: peak of the training; a lower bound without a batch.
+        training_phase: phase of the peak: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"setup"``.
+        training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``
+            (buckets of DDP; weights that FSDP gathers from other processes) and ``temporary``.
+        inference: peak of a forward pass without gradients; None in the same cases as ``activations``.
+        host: memory of the host with ``cpu_offload``.
+        guessed: whether the step reads values from tensors, so its memory may depend on them.
     """
 
     precision: str
@@ -77,7 +75,7 @@ class MemoryEstimate:
     guessed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """All fields as plain data."""
         return asdict(self)
 
 
@@ -94,33 +92,31 @@ def estimate_memory(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> MemoryEstimate:
-    """Estimate the memory of a training, by running two of its steps on tensors that have shapes and no memory.
+    """Estimate the memory of a training by running two steps on tensors that have shapes but no memory.
 
-    What is counted is what lives at each moment: forward, backward and update are the strategy's and the precision's
-    own, gradients are cleared right after the update. Under FSDP it is torch's ``fully_shard`` itself that runs, in a
-    process group that sends nothing, so that parts, gathered blocks and what is gathered ahead are what it makes of
-    them. DDP is one process and a copy of all gradients, its buckets (with ``gradient_as_bucket_view`` the buckets are
-    the gradients). Not counted: the process itself (Python, torch, a CUDA context of some 0.5 GiB), what libraries take
-    inside of one operation, an allocator's gaps, and the setting up of the run.
+    Forward, backward and update are those of the strategy and the precision, and gradients are cleared after the
+    update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP is one process plus buckets, a
+    copy of all gradients (none with ``gradient_as_bucket_view``). Not counted: the process itself (Python, torch, a
+    CUDA context of about 0.5 GiB), memory inside library operations, allocator fragmentation, and the setup of the run.
 
     Args:
-        module: a model or a ``TrainingModule``, also one on the meta device; it is copied and stays as it is.
-        batch: what one process gets; None: weights, gradients and optimizer state alone.
-        optimizer: a name of ``torch.optim``, or a function that makes one from parameters; None: what
-            ``configure_optimizers`` returns, AdamW for a plain module.
-        loss: ``loss(module, batch)``; None: ``training_step``, or the output's ``loss``, or for other outputs the mean
-            of what the module returns (a mapping is passed to it by name, a tuple in order).
-        precision: a name.
+        module: a model or a ``TrainingModule``, possibly on the meta device; it is copied and not changed.
+        batch: a batch of one process; None for weights, gradients and optimizer state only.
+        optimizer: a name in ``torch.optim``, or a function that creates one from parameters; None for that of
+            ``configure_optimizers``, or AdamW for a plain module.
+        loss: ``loss(module, batch)``; None for ``training_step``, or the output's ``loss``, or the mean of other
+            outputs (a mapping is passed to the module by name, a tuple in order).
+        precision: as in ``Trainer(precision=...)``.
         strategy: ``"single_device"``, ``"ddp"``, ``"fsdp"``, ``"fsdp_cpu_offload"``, or a ``DDPStrategy`` or
             ``FSDPStrategy``.
-        num_processes: for the last ones.
+        num_processes: number of processes for DDP and FSDP.
         accumulate_grad_batches: micro-batches in a window.
-        activation_checkpointing: True (the repeated blocks), or what ``FSDPStrategy`` takes.
-        device: whose kernels run; an estimate for a GPU on a machine without one is made with the CPU's.
+        activation_checkpointing: True for the repeated blocks, or a value that ``FSDPStrategy`` accepts.
+        device: device whose kernels are simulated; without a GPU, estimates for one use the CPU's.
 
     Raises:
-        ValueError: an unknown name, or a contradiction.
-        RuntimeError: the step cannot run without values. Leave ``batch`` out for all but the activations.
+        ValueError: a name is unknown, or arguments contradict each other.
+        RuntimeError: the step cannot run without values. Leave ``batch`` out to estimate all but the activations.
 
     Example:
         >>> found = estimate_memory(nn.Linear(1000, 1000), torch.empty(8, 1000), precision="bf16-mixed")
@@ -159,10 +155,7 @@ def estimate_strategies(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> list[MemoryEstimate]:
-    """As :func:`estimate_memory` for several strategies; what they have in common is run once.
-
-    ``num_processes`` is that of the strategies that have several.
-    """
+    """Like :func:`estimate_memory` for several strategies, which share steps if possible."""
     found, run = [], {}
     for asked in strategies:
         processes = 1 if asked in _SINGLE else num_processes
@@ -182,7 +175,7 @@ def estimate_strategies(
 
 
 class _Plan(NamedTuple):
-    """What is rehearsed, and what is added to it."""
+    """The strategy to simulate, and what to add to the result."""
 
     name: str
     strategy: Strategy
@@ -194,7 +187,7 @@ class _Plan(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Plans of one key are rehearsed once."""
+        """Plans with the same key share a simulation."""
         return type(self.strategy) if self.shared else id(self.strategy)
 
 
@@ -233,21 +226,17 @@ def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
     if found.name == "16-mixed":  # whether a scaled gradient overflows is not known; the scale itself takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
-    vars(found)["convert_module"] = _unchanged  # the copy has the dtype already
+    vars(found)["convert_module"] = lambda module: module  # the copy has the dtype already
     return found
-
-
-def _unchanged(module: nn.Module) -> nn.Module:
-    return module
 
 
 def _run(rehearsal: Rehearsal, owner: str, steps: bool, micro_batches: int) -> None:
     with rehearsal.running():
         rehearsal.set_up()
-        if not steps:
+        if steps:
+            _train(rehearsal, owner, micro_batches)
+        else:
             rehearsal.update_alone()
-            return
-        _train(rehearsal, owner, micro_batches)
 
 
 def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
@@ -300,12 +289,13 @@ def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
     """The block or layer with the most bytes, which is not split between devices.
 
     Args:
-        sizes: of parameters, by their names. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``, a name without
-            a number to the layer that it stands in.
+        sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``, a name without a
+            number to its layer.
     """
     layers: dict[str, int] = {}
     for name, size in sizes.items():
         parts = name.split(".")[:-1]
         number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-        layers[".".join(parts[: number + 1])] = layers.get(".".join(parts[: number + 1]), 0) + size
+        layer = ".".join(parts[: number + 1])
+        layers[layer] = layers.get(layer, 0) + size
     return max(layers.items(), key=lambda item: item[1], default=("", 0))

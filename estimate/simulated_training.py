@@ -1,8 +1,9 @@
-"""One training as the Trainer would run it, on tensors that have shapes and no memory."""
+"""Simulate a Trainer's training on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from ..torch_private import FakeTensorMode, fake_store, pytree
 from ..trainer.module import TrainingModule
 from ..trainer.optimizers import configure
 from ..trainer.step import clear_gradients
+from ..trainer.trainer import Trainer
 from .tensor_lifetimes import Ledger
 
 if TYPE_CHECKING:
@@ -32,12 +34,11 @@ PHASES = ("forward", "backward", "optimizer step")
 
 
 class Copier:
-    """Makes modules and batches over, with tensors that have shapes and no memory.
+    """Copies modules and batches with tensors that have shapes but no memory.
 
     Args:
-        mode: what the tensors belong to.
-        device: where they are said to be.
-        dtype: what floating-point tensors become; None: what they are.
+        mode: the mode of the new tensors.
+        dtype: dtype of floating-point tensors; None to keep it.
     """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -45,24 +46,21 @@ class Copier:
         self._made: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """One of the same shape and layout."""
+        """A tensor of the same shape and layout."""
         if id(tensor) not in self._made:
             dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
-                strided = tensor.layout is torch.strided
-                strides = tensor.stride() if strided else None
-                made = (
-                    torch.empty_strided(tensor.shape, strides, dtype=dtype, device=self.device)
-                    if strides is not None
-                    else torch.empty(tensor.shape, dtype=dtype, device=self.device)
-                )
+                if tensor.layout is torch.strided:
+                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self.device)
+                else:
+                    made = torch.empty(tensor.shape, dtype=dtype, device=self.device)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             self._made[id(tensor)] = made
         return self._made[id(tensor)]
 
     def module(self, module: nn.Module) -> nn.Module:
-        """A copy of the module; the module itself stays as it is."""
+        """A copy of the module."""
         held = [module.parameters(), module.buffers(), *(pytree.tree_leaves(vars(one)) for one in module.modules())]
         for tensor in (value for values in held for value in values if isinstance(value, Tensor)):
             self.tensor(tensor)
@@ -82,14 +80,13 @@ class Copier:
 
 
 class Rehearsal:
-    """A module, set up by its strategy, that trains on one batch without memory.
+    """A copy of a module that trains on one batch without memory.
 
     Args:
-        module: which to copy.
-        batch: one batch of one process; None: no step can be run.
-        strategy: placed, of one process or several; of several, this is the first.
-        optimizer: makes the optimizers from the copied module.
-        loss: ``loss(module, batch)``; None: see :func:`loss_of`.
+        batch: a batch of one process; None to not run steps.
+        strategy: a placed strategy; with several processes, this simulates the first one.
+        optimizer: creates the optimizers from the copied module.
+        loss: ``loss(module, batch)``; None for :func:`loss_of`.
         activation_checkpointing: as for ``FSDPStrategy``.
     """
 
@@ -115,20 +112,20 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, nothing takes memory, and everything is recorded."""
+        """Context in which tensors take no memory and are recorded."""
         several = fake_group(self.strategy) if isinstance(self.strategy, FSDPStrategy) else nullcontext()
         with several, self.mode, self.ledger.watching():
             yield
 
     def set_up(self) -> None:
-        """Place the module, shard it if the strategy shards, make the optimizers."""
+        """Set up the module by the strategy, and create the optimizers."""
         ledger = self.ledger
         if self.activation_checkpointing not in (None, False) and not self.strategy.communicates_forward:
             policy = self.activation_checkpointing
             checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
-        if self.strategy.communicates_forward:  # else it is in its place, with its dtype: so it was copied
+        if self.strategy.communicates_forward:  # otherwise the copy has its device and dtype already
             self.module = self.strategy.setup_module(self.module)
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         for parameter in self.module.parameters():
@@ -140,7 +137,7 @@ class Rehearsal:
             self.module._trainer.optimizers = self.optimizers
         for optimizer in self.optimizers:
             _choose_kernels(optimizer, self.strategy.device)
-        ledger.guessed = False  # what is compared between processes is no matter of memory
+        ledger.guessed = False  # values compared between processes do not affect memory
         step = self.strategy.bind_step(self._step(), self.module, training=True)
         self.step = lambda: step(self.batch, 0)
         self.ledger.begin("ready")
@@ -150,12 +147,10 @@ class Rehearsal:
             self.ledger.claim([parameter.grad], "gradients")
 
     def _attach(self) -> None:
-        """Give a TrainingModule a Trainer to ask, and let it log in vain."""
+        """Give a TrainingModule a Trainer, and make logging do nothing."""
         module = self.module
         if not isinstance(module, TrainingModule):
             return
-        from ..trainer.trainer import Trainer
-
         trainer = Trainer(
             max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
         )
@@ -175,15 +170,15 @@ class Rehearsal:
             return partial(_call_step, module.training_step)
         return lambda batch, batch_idx: loss_of(call(module, batch))
 
-    # ---- what is run -----------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------------
 
     @property
     def automatic(self) -> bool:
-        """Whether the step leaves backward and update to whoever runs it."""
+        """Whether the module uses automatic optimization."""
         return getattr(self.module, "automatic_optimization", True)
 
     def infer(self) -> None:
-        """One pass without gradients; nothing for a step that runs backward itself."""
+        """Run one forward pass without gradients; do nothing if the step runs backward itself."""
         if not self.automatic:
             return
         self.ledger.begin("inference")
@@ -194,13 +189,13 @@ class Rehearsal:
         self.ledger.begin("between")
 
     def train(self, micro_batches: int = 1) -> None:
-        """One window of micro-batches and its update, as :class:`~.step.TrainStep` does it."""
+        """Run one window of micro-batches and its update, as :class:`~.step.TrainStep` does."""
         automatic = self.automatic
         for number in range(micro_batches):
             self.strategy.sync_gradients(number + 1 == micro_batches)
             self.ledger.begin("forward")
             output = self.step()
-            if not automatic:  # its backward and update are over
+            if not automatic:  # the step has run backward and update
                 continue
             self.ledger.claim_living("forward", "activations")
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -208,15 +203,12 @@ class Rehearsal:
                 raise TypeError(f"{type(self.module).__name__}: the step returned {type(loss).__name__}, and no loss.")
             self.ledger.begin("backward")
             self.strategy.backward(loss)
-            self._note_gradients()
+            for parameter in self.module.parameters():
+                self._note_gradient(parameter)
         self.update(automatic)
 
-    def _note_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            self._note_gradient(parameter)
-
     def update(self, automatic: bool = True) -> None:
-        """Step and clear."""
+        """Step, and clear gradients."""
         self.ledger.begin("optimizer step")
         for optimizer in self.optimizers:
             if automatic:
@@ -233,7 +225,7 @@ class Rehearsal:
         ]
 
     def update_alone(self) -> None:
-        """The update with gradients that no backward has made, where the step cannot be run."""
+        """Run the update with gradients of zeros, without a backward pass."""
         self.ledger.begin("optimizer step")
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -243,14 +235,14 @@ class Rehearsal:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """A module's output: a mapping is passed by name, a tuple or list in order."""
+    """Call a module: a mapping is passed by name, a tuple or list in order."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a module's output; where there is none, the mean of the floating-point tensors in it, in float32."""
+    """The loss in a module's output, else the sum of the float32 means of its floating-point tensors."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -264,7 +256,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
-    """A process group in which there is the first of the strategy's processes alone, and which sends nothing."""
+    """Context with a process group of only the first process, which sends nothing."""
     if dist.is_initialized():
         raise RuntimeError(
             "Estimating a sharded training makes a process group of its own, and this process is in one already. "
@@ -279,12 +271,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
 
 
 def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
-    """The optimizers for a module.
-
-    Args:
-        module: whose parameters.
-        asked: a name of ``torch.optim``, or what makes one from parameters; None: a TrainingModule's own, else AdamW.
-    """
+    """The optimizers for a module; see the argument ``optimizer`` of :func:`.memory_estimate.estimate_memory`."""
     if asked is None and isinstance(module, TrainingModule):
         return configure(module)[0]
     if asked is None:
@@ -298,15 +285,13 @@ def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
 
 
 def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
-    """Let the update take the form that torch chooses for real tensors on a GPU."""
+    """Choose the same implementation of the update as torch does for real tensors on a GPU."""
     for group in optimizer.param_groups:
         if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    import inspect
-
     takes = [
         p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
@@ -314,11 +299,11 @@ def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of ``self.log``."""
+    """Replaces ``self.log``."""
 
 
 class _NoHooks:
-    """Nobody is called at any hook."""
+    """A hook table without callbacks."""
 
     def __getattr__(self, name: str) -> tuple[()]:
         return ()

@@ -1,4 +1,4 @@
-"""Which tensors' memory lives when: a record of a program that runs on tensors without memory."""
+"""Record the lifetimes of tensors of a program that runs on tensors without memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..torch_private import (
     storage_key,
 )
 
-#: What memory holds. ``gathered``: weights of other processes and what carries gradients to them; ``temporary``: what
-#: an operation or a backward needs for a moment.
+#: Kinds of memory. ``gathered``: weights of other processes and gradient buckets; ``temporary``: short-lived tensors
+#: of operations and backward passes.
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
 
 _PATCHING = threading.RLock()
@@ -34,9 +34,9 @@ class Moment(NamedTuple):
     """The memory at one moment.
 
     Attributes:
-        bytes: all that lives.
-        by_kind: of it, by what it is.
-        phase: what ran: ``"setup"``, ``"inference"``, ``"forward"``, ``"backward"``, ``"optimizer step"``, ...
+        bytes: total memory.
+        by_kind: memory by kind.
+        phase: ``"setup"``, ``"inference"``, ``"forward"``, ``"backward"``, ``"optimizer step"``, ...
     """
 
     bytes: int
@@ -45,10 +45,9 @@ class Moment(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Records each storage that an operation makes, and when it is freed or resized. Enter it inside FakeTensorMode.
+    """Records when storages are created, resized and freed. Enter it inside FakeTensorMode.
 
-    What a program reads out of a tensor (``.item()``, ``if tensor:``) has no value here: it gets False, 1 or 1.0, and
-    ``guessed`` says so.
+    Reading a value from a tensor (``.item()``, ``if tensor:``) returns False, 1 or 1.0, and sets ``guessed``.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it says first which operations it is made of, and what it sends
+            return NotImplemented  # first resolve it into operations on local tensors and communication
         kwargs = kwargs or {}
         if func is grouped_mm.default:
             result = _grouped(*args, **kwargs)
@@ -104,23 +103,23 @@ class Ledger(TorchDispatchMode):
         self._events.append((number, -size))
 
     def begin(self, phase: str) -> None:
-        """What is recorded from here on belongs to this phase."""
+        """Begin a phase."""
         self.phases.append((len(self._events), phase))
 
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what these tensors are; what was said first counts."""
+        """Set the kind of tensors that have none yet."""
         for tensor in tensors:
             self._kinds.setdefault(self._see(tensor), kind)
 
     def claim_living(self, born: str, kind: str) -> None:
-        """Say what everything is that was made in a phase and lives now."""
+        """Set the kind of living tensors that were created in a phase and have none yet."""
         for number, _ in self._living.values():
             if self._born[number] == born:
                 self._kinds.setdefault(number, kind)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, operations and resized storages are recorded."""
+        """Context in which operations and resized storages are recorded."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
@@ -143,7 +142,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def most(self) -> dict[str, int]:
-        """The most bytes of each kind that lived at one moment of the training."""
+        """The peak of each kind during the training."""
         now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         start = max((index for index, phase in self.phases if phase == "ready"), default=0)
         for index, (number, grown) in enumerate(self._events):
@@ -159,8 +158,8 @@ class Ledger(TorchDispatchMode):
         """The moment with the most memory.
 
         Args:
-            counts: whether a phase is looked at.
-            constant: bytes that live all the time besides, by kind. A kind that is given here is not counted else.
+            counts: whether a phase is included.
+            constant: bytes that exist all the time, by kind; they replace the recorded ones of these kinds.
         """
         constant = constant or {}
         now = dict.fromkeys(KINDS, 0) | constant
@@ -179,7 +178,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The shape of a grouped matrix product; torch's own shape function takes bfloat16 alone."""
+    """The shape of a grouped matrix product; torch's own shape function only supports bfloat16."""
     if a.dim() == 2 and b.dim() == 2:
         groups = 1 if offs is None else offs.shape[0]
         shape = (groups, a.shape[0], b.shape[1])

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .base import DummyLogger, Logger
-    from .csv import CSVLogger
-    from .tensorboard import TensorBoardLogger
-    from .wandb import WandbLogger
+    from .base import DummyLogger as DummyLogger
+    from .base import Logger as Logger
+    from .csv import CSVLogger as CSVLogger
+    from .tensorboard import TensorBoardLogger as TensorBoardLogger
+    from .wandb import WandbLogger as WandbLogger
 
-__all__ = ["CSVLogger", "DummyLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
-
-_HOMES = {
-    "CSVLogger": "csv",
-    "DummyLogger": "base",
-    "Logger": "base",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        from ..messages import did_you_mean
-
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+lazy_names(
+    globals(),
+    {
+        "base": "DummyLogger Logger",
+        "csv": "CSVLogger",
+        "tensorboard": "TensorBoardLogger",
+        "wandb": "WandbLogger",
+    },
+)

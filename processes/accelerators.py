@@ -41,13 +41,6 @@ class Accelerator(str):
         """The devices for what ``Trainer(devices=)`` was given."""
         return _find(devices, cls.name)
 
-    def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
-        """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
-        from ..callbacks.device_stats_monitor import cpu_stats, device_stats
-
-        device = torch.device(device)
-        return cpu_stats() if device.type == "cpu" else device_stats(device)
-
     def setup(self, trainer: Any) -> None:
         """Nothing to do: a Strategy sets up its device."""
 

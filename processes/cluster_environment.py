@@ -23,6 +23,9 @@ Environment = Mapping[str, str]
 PORTS = range(12000, 30000)
 #: SLURM steps from this number on are not started by ``srun``: the batch script, the interactive shell and so on.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+#: Torch elastic's id for the processes that Paceline starts, and the environment variable with the command that did.
+RUN_ID = "paceline"
+STARTER = "PACELINE_STARTER"
 _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 
@@ -31,8 +34,8 @@ class Cluster:
     """Ranks and sizes of one process, and the address at which the processes meet.
 
     Args:
-        name: the launcher: ``"torchrun"``, ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or
-            ``"Kubeflow"``.
+        name: the launcher: ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a
+            notebook), ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or ``"Kubeflow"``.
         rank: index of this process among all, 0-based.
         local_rank: index of this process among those on its machine, 0-based.
         world_size: number of processes.
@@ -149,7 +152,7 @@ def _torchrun(environ: Environment) -> Cluster | None:
     if node_rank < 0:
         node_rank = _number(environ, "NODE_RANK", rank // max(local_world_size, 1))
     return Cluster(
-        "Kubeflow" if kubeflow else "torchrun",
+        "Kubeflow" if kubeflow else _starter(environ),
         rank,
         local_rank,
         world_size,
@@ -159,6 +162,11 @@ def _torchrun(environ: Environment) -> Cluster | None:
         environ.get("MASTER_ADDR", "127.0.0.1"),
         _port(environ, str(os.getpid())),
     )
+
+
+def _starter(environ: Environment) -> str:
+    """Who started processes with torchrun's variables: torchrun, or Paceline itself."""
+    return environ.get(STARTER, "Paceline") if environ.get("TORCHELASTIC_RUN_ID") == RUN_ID else "torchrun"
 
 
 def _local_world_size(environ: Environment, world_size: int) -> int:
@@ -375,7 +383,7 @@ def _check(cluster: Cluster) -> None:
     if cluster.local_world_size > cluster.world_size:
         wrong.append(f"{cluster.local_world_size} processes on this machine of {cluster.world_size} in all")
     if wrong:
-        variables = _VARIABLES[cluster.name]
+        variables = _VARIABLES.get(cluster.name, _VARIABLES["torchrun"])
         raise RuntimeError(
             f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks count from 0). "
             f"Make {variables} agree, or unset them to run a single process."
@@ -401,3 +409,7 @@ _VARIABLES = {
     "MPICH": _MPI_NAMES,
     "LSF": "JSM_NAMESPACE_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE",
 }
+
+
+#: What reads the variables of each launcher.
+LAUNCHERS = {"torchrun": _torchrun, "LSF": _lsf, "OpenMPI": _open_mpi, "Intel MPI": _hydra, "SLURM": _slurm}

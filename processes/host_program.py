@@ -6,10 +6,12 @@ how ranks start there.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -205,13 +207,12 @@ def refusal_to_fork(host: Host, obstacle: str) -> str:
 
 def _running() -> Iterator[str]:
     """Names of the modules on the stacks of this thread and the main thread, and of their top-level packages."""
-    frames = sys._current_frames()
-    for frame in (sys._getframe(), frames.get(threading.main_thread().ident or 0)):
-        while frame is not None:
+    here = inspect.currentframe()
+    for innermost in (here, sys._current_frames().get(threading.main_thread().ident or 0, here)):
+        for frame, _ in traceback.walk_stack(innermost):
             name = str(frame.f_globals.get("__name__", ""))
             yield name
             yield name.partition(".")[0]
-            frame = frame.f_back
 
 
 def _shell() -> Any:

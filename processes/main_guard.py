@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import multiprocessing
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,11 @@ def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, in
     file = getattr(main, "__file__", None)
     if file is None:
         return None
-    frame, line = sys._getframe(1), 0
-    while frame is not None:
+    line, path = 0, os.path.abspath(file)
+    for frame, number in traceback.walk_stack(inspect.currentframe()):
         code = frame.f_code
-        if code.co_name == "<module>" and frame.f_globals is vars(main) and _same(code.co_filename, file):
-            line = frame.f_lineno
-        frame = frame.f_back
+        if code.co_name == "<module>" and frame.f_globals is vars(main) and os.path.abspath(code.co_filename) == path:
+            line = number
     if not line:
         return None
     try:
@@ -76,10 +77,6 @@ def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, in
         return None
     start = min((node.lineno for node in nodes if isinstance(node, ast.Expr | ast.Assign)), default=line)
     return Path(file).name, start, source.splitlines()[start - 1].strip()
-
-
-def _same(one: str, other: str) -> bool:
-    return os.path.abspath(one) == os.path.abspath(other)
 
 
 def _spans(node: Any, line: int) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
+from .cluster_environment import RUN_ID
 from .cpu_affinity import nodes
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _config(
             min_nodes=place.num_nodes,
             max_nodes=place.num_nodes,
             nproc_per_node=num_processes,
-            run_id="paceline",
+            run_id=RUN_ID,
             role=options.role,
             rdzv_backend=rendezvous.register() if static else options.rdzv_backend,
             rdzv_endpoint=f"{place.address}:{place.port}",

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from ..doctor.doctor import Doctor
-    from .advanced import AdvancedProfiler
-    from .base import PassThroughProfiler, Profiler
-    from .pytorch import PyTorchProfiler
-    from .simple import SimpleProfiler
+    from ..doctor.doctor import Doctor as Doctor
+    from .advanced import AdvancedProfiler as AdvancedProfiler
+    from .base import PassThroughProfiler as PassThroughProfiler
+    from .base import Profiler as Profiler
+    from .pytorch import PyTorchProfiler as PyTorchProfiler
+    from .simple import SimpleProfiler as SimpleProfiler
 
-__all__ = ["AdvancedProfiler", "Doctor", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
-
-_FILES = {
-    "AdvancedProfiler": ".advanced",
-    "Doctor": "..doctor.doctor",
-    "PassThroughProfiler": ".base",
-    "Profiler": ".base",
-    "PyTorchProfiler": ".pytorch",
-    "SimpleProfiler": ".simple",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FILES[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+lazy_names(
+    globals(),
+    {
+        ".doctor.doctor": "Doctor",
+        "advanced": "AdvancedProfiler",
+        "base": "PassThroughProfiler Profiler",
+        "pytorch": "PyTorchProfiler",
+        "simple": "SimpleProfiler",
+    },
+)

@@ -48,9 +48,7 @@ class AdvancedProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         if action_name not in self._open:
-            raise ValueError(
-                f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
-            )
+            raise self._unknown(action_name)
         self._pause()
         del self._open[len(self._open) - 1 - self._open[::-1].index(action_name)]
         if self._open:
@@ -63,10 +61,9 @@ class AdvancedProfiler(Profiler):
     def summary(self) -> str:
         parts = []
         for name, profile in self.profiled_actions.items():
-            text = io.StringIO()
-            stats = pstats.Stats(profile, stream=text) if profile.getstats() else None
-            if stats is None:
+            if not profile.getstats():
                 continue
+            stats = pstats.Stats(profile, stream=(text := io.StringIO()))
             stats.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
             parts.append(f"Profile stats for: {name}\n{text.getvalue().rstrip()}")
         title = f"{self._stage.upper()} Profiler Report" if self._stage else "Profiler Report"

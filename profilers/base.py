@@ -1,7 +1,7 @@
 """Interface of profilers, and a profiler that does nothing.
 
-Running code never checks for a profiler: functions to be timed are wrapped once, when they are bound
-(``trainer/profiling.py``).
+Running code never checks for a profiler: functions to be timed are bound once through :meth:`Profiler.around`, which
+returns them unchanged if there is no profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Profiler:
         filename: part of the files' names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
-    #: Whether functions must be wrapped.
+    #: Whether anything is timed.
     active = True
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
@@ -67,6 +67,11 @@ class Profiler:
         """
         return {}
 
+    def _unknown(self, action_name: str) -> ValueError:
+        return ValueError(
+            f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
+        )
+
     # ---- around code -----------------------------------------------------------------------------
 
     @contextmanager
@@ -79,11 +84,16 @@ class Profiler:
             self.stop(action_name)
 
     def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` with each call timed."""
+        """Return ``function`` with each call timed, or ``function`` itself if this profiler is not ``active``."""
+        if not self.active:
+            return function
         return partial(_timed, self.start, self.stop, action_name, function)
 
     def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``iterator`` with each ``next`` timed."""
+        """Return an iterator over ``iterator`` with each ``next`` timed."""
+        return self._timed_batches(action_name, iterator) if self.active else iter(iterator)
+
+    def _timed_batches(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
         fetch = self.around(action_name, partial(next, iter(iterator), _END))
         while (value := fetch()) is not _END:
             yield value  # type: ignore[misc]
@@ -143,18 +153,8 @@ class Profiler:
         rank = str(self._local_rank) if self._local_rank else None
         return folder / ("-".join(part for part in (self._stage, name, *more, rank) if part) + extension)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
 
-
-def _timed(
-    start: Callable[[str], None],
-    stop: Callable[[str], None],
-    name: str,
-    function: Callable[..., T],
-    *args: Any,
-    **kw: Any,
-) -> T:
+def _timed(start: Callable[..., Any], stop: Callable[..., Any], name: str, function: Any, *args: Any, **kw: Any) -> Any:
     start(name)
     try:
         return function(*args, **kw)

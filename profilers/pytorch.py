@@ -116,8 +116,7 @@ class PyTorchProfiler(Profiler):
         def ready(profiler: Any) -> None:
             self._averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
             if self.export_to_chrome:
-                number = [str(len(self.traces))] if self.traces else []
-                path = self.path(".pt.trace.json", *number)
+                path = self.path(".pt.trace.json", *([str(len(self.traces))] if self.traces else []))
                 profiler.export_chrome_trace(str(path))
                 self.traces.append(path)
             if then is not None:
@@ -156,9 +155,7 @@ class PyTorchProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         at = next((i for i in reversed(range(len(self._ranges))) if self._ranges[i][0] == action_name), None)
         if at is None:
-            raise ValueError(
-                f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
-            )
+            raise self._unknown(action_name)
         self._ranges.pop(at)[1].__exit__(None, None, None)
         if self.profiler is not None and action_name.endswith(_STEPS):
             self.profiler.step()
@@ -179,12 +176,10 @@ class PyTorchProfiler(Profiler):
         return f"{self._stage.upper() if self._stage else ''} Profiler Report\n{table}".strip()
 
     def _stop(self) -> None:
-        profiler, self.profiler = self.profiler, None
-        if profiler is not None:
-            profiler.__exit__(None, None, None)
-        nvtx, self._nvtx = self._nvtx, None
-        if nvtx is not None:
-            nvtx.__exit__(None, None, None)
+        running, self.profiler, self._nvtx = (self.profiler, self._nvtx), None, None
+        for one in running:
+            if one is not None:
+                one.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -195,5 +190,4 @@ class PyTorchProfiler(Profiler):
         super().teardown(stage)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = {"profiler": None, "_averages": None, "_ranges": [], "_hooks": [], "_nvtx": None}
-        return {**vars(self), **plain}
+        return {**vars(self), "profiler": None, "_averages": None, "_ranges": [], "_hooks": [], "_nvtx": None}

@@ -55,9 +55,7 @@ class SimpleProfiler(Profiler):
         while at >= 0 and running[at].name != action_name:
             at -= 1
         if at < 0:
-            raise ValueError(
-                f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
-            )
+            raise self._unknown(action_name)
         action = running.pop(at)
         seconds = now - action.begun
         self.recorded_durations.setdefault(action_name, []).append(seconds)
@@ -77,17 +75,14 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         whole = perf_counter() - self._begun
         times = sorted(self.recorded_durations.items(), key=lambda item: -sum(item[1]))
+        header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
+        rows = [("Total", "-", str(sum(len(t) for _, t in times)), f"{whole:.5g}", "100 %")]
+        rows += [
+            (name, f"{sum(t) / len(t):.5g}", str(len(t)), f"{sum(t):.5g}", f"{100 * sum(t) / whole:.5g}")
+            for name, t in times
+        ]
         if not self.extended:
-            header = ("Action", "Mean duration (s)", "Total time (s)")
-            rows = [(name, f"{sum(t) / len(t):.5g}", f"{sum(t):.5g}") for name, t in times]
-        else:
-            header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
-            calls = sum(len(t) for _, t in times)
-            rows = [("Total", "-", str(calls), f"{whole:.5g}", "100 %")]
-            rows += [
-                (name, f"{sum(t) / len(t):.5g}", str(len(t)), f"{sum(t):.5g}", f"{100 * sum(t) / whole:.5g}")
-                for name, t in times
-            ]
+            header, *rows = [(name, mean, total) for name, mean, _, total, _ in (header, *rows[1:])]
         title = f"{self._stage.upper()} Profiler Report" if self._stage else "Profiler Report"
         return f"{title}\n{_table(header, rows)}"
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from .values import NOTHING, choice, count, positive, text, truth, word_or_truth
 
+#: How the names of Paceline's environment variables begin.
+PREFIX = "PACELINE_"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -40,7 +43,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """Paceline's own environment variable for it."""
-        return f"PACELINE_{self.name.upper()}"
+        return PREFIX + self.name.upper()
 
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.

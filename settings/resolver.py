@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -9,13 +10,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from .. import messages
 from .files import CONFIG_VARIABLE, ConfigFile, find_file, read_file
-from .names import SETTINGS, Setting
+from .names import PREFIX, SETTINGS, Setting
 
 T = TypeVar("T")
 Place = Literal["code", "flag", "env", "file", "default"]
 
 #: Environment variable of launched processes with the settings that come from the launcher's flags, comma separated.
 FLAGS = "PACELINE_LAUNCH_FLAGS"
+#: Variables for users that are not settings.
+_OTHER_VARIABLES = ("PACELINE_GLOBAL_SEED", "PACELINE_LOG_LEVEL")
+#: How similar an unknown variable is to the one that was probably meant; variables of other programs are not.
+_CLOSE = 0.75
 
 
 class Given(NamedTuple):
@@ -131,6 +136,7 @@ def resolve(
         for name in given:
             if name not in SETTINGS:
                 raise ValueError(f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)}")
+    _report_misspellings(variables)
     path = find_file(variables) if config_file is None else config_file
     file = None if path is None else read_file(path)
     launched = variables.get(FLAGS)
@@ -143,6 +149,18 @@ def resolve(
     if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher printed them
         messages.info_once(settings.text())
     return settings
+
+
+def _report_misspellings(variables: Iterable[str]) -> None:
+    """Warn once about each PACELINE_ variable that is unknown but close to a known one."""
+    known = [one.variable for one in SETTINGS.values()] + [FLAGS, CONFIG_VARIABLE, *_OTHER_VARIABLES]
+    endings = [variable.removeprefix(PREFIX) for variable in known]
+    for variable in variables:
+        if variable.startswith(PREFIX) and variable not in known:
+            for ending in difflib.get_close_matches(variable.removeprefix(PREFIX), endings, n=1, cutoff=_CLOSE):
+                messages.warn_once(
+                    f"The environment variable {variable} has no effect. Did you mean {PREFIX + ending!r}?"
+                )
 
 
 def _candidates(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .base import SingleDevice as SingleDevice
@@ -18,37 +19,16 @@ if TYPE_CHECKING:
     from .precision import Precision as Precision
     from .precision import TruePrecision as TruePrecision
 
-__all__ = [
-    "DDPStrategy",
-    "DeepSpeedStrategy",
-    "DistributedStrategy",
-    "FSDPStrategy",
-    "MixedPrecision",
-    "ModelParallelStrategy",
-    "Precision",
-    "SingleDevice",
-    "Strategy",
-    "TruePrecision",
-    "choose_strategy",
-]
-
-_FILE_OF = {
-    "DDPStrategy": "ddp",
-    "DeepSpeedStrategy": "deepspeed.strategy",
-    "DistributedStrategy": "distributed",
-    "FSDPStrategy": "fsdp.strategy",
-    "MixedPrecision": "precision",
-    "ModelParallelStrategy": "model_parallel.strategy",
-    "Precision": "precision",
-    "SingleDevice": "base",
-    "Strategy": "base",
-    "TruePrecision": "precision",
-    "choose_strategy": "choose",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
-    return value
+lazy_names(
+    globals(),
+    {
+        "base": "SingleDevice Strategy",
+        "choose": "choose_strategy",
+        "ddp": "DDPStrategy",
+        "deepspeed.strategy": "DeepSpeedStrategy",
+        "distributed": "DistributedStrategy",
+        "fsdp.strategy": "FSDPStrategy",
+        "model_parallel.strategy": "ModelParallelStrategy",
+        "precision": "MixedPrecision Precision TruePrecision",
+    },
+)

@@ -43,6 +43,11 @@ class Strategy(Placement, Communication, State):
     communicates_gradients: ClassVar[bool] = False
     #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
     splits_batches: ClassVar[bool] = False
+    #: The methods that a profiler times.
+    timed: ClassVar[tuple[str, ...]] = (
+        *("backward", "optimizer_step"),
+        *("reduce", "all_gather", "broadcast", "gather_objects", "barrier"),
+    )
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +112,14 @@ class Strategy(Placement, Communication, State):
 
     def teardown(self) -> None:
         """Release what the strategy holds. Called once a run, also after an exception."""
+
+    def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Bind the methods in ``timed`` through a profiler's ``around`` for one run; None: as they are defined."""
+        for name in self.timed:
+            if around is None:
+                vars(self).pop(name, None)
+            else:
+                setattr(self, name, around(f"[Strategy]{type(self).__name__}.{name}", getattr(self, name)))
 
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
@@ -178,6 +191,20 @@ class Strategy(Placement, Communication, State):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""
         self.precision.unscale_gradients(optimizer)
+
+    def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """Give a complete window's gradients their final size: without fp16's loss scale, and times ``factor``."""
+        if self.precision.scaler is not None:
+            self.unscale_gradients(optimizer)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            self.scale_gradients(optimizer, factor)
+
+    def clip(self, parameters: Iterable[Tensor], value: float, algorithm: str | None) -> None:
+        """Clip gradients of final size to ``value``; ``algorithm``: ``"value"``, or ``"norm"`` (None means this)."""
+        if algorithm == "value":
+            self.clip_by_value(parameters, float(value))
+        else:
+            self.clip_by_norm(parameters, float(value))
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm over all shards; return the norm before, a scalar tensor."""

@@ -13,8 +13,10 @@ import torch
 from .. import messages
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
+from ..processes.environments import ClusterEnvironment
 from ..settings import Settings
 from .base import SingleDevice, Strategy
+from .deepspeed.settings import DeepSpeedName
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
 from .precision.base import Precision
@@ -43,12 +45,7 @@ StrategyName = Literal[
     "fsdp_cpu_offload",
     "hybrid_shard",
     "model_parallel",
-    "deepspeed",
-    "deepspeed_stage_1",
-    "deepspeed_stage_2",
-    "deepspeed_stage_2_offload",
-    "deepspeed_stage_3",
-    "deepspeed_stage_3_offload",
+    DeepSpeedName,
 ]
 
 #: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is asked for.
@@ -101,6 +98,7 @@ def choose_strategy(
     precision: Any = None,
     plugins: Any = None,
     options: Options | None = None,
+    environment: ClusterEnvironment | None = None,
 ) -> Strategy:
     """The Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up yet.
 
@@ -112,6 +110,7 @@ def choose_strategy(
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
         options: arguments for a strategy that is chosen by name; with "auto" they say which one.
+        environment: how the launcher tells a process its rank; None: found out.
 
     Raises:
         ValueError: an unknown name or a contradiction.
@@ -120,12 +119,14 @@ def choose_strategy(
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
     options = options or Options()
-    cluster = find_cluster()
+    cluster = find_cluster() if environment is None else _told(environment, accelerator, devices, num_nodes)
     if isinstance(strategy, Strategy):
         options.refuse(type(strategy).__name__)
     if isinstance(strategy, DistributedStrategy):
         kind = find_kind(accelerator)
         _with_precision(strategy, precision, plugins, kind)
+        if environment is not None:
+            strategy.cluster_environment = environment
         strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster, strategy))
         return strategy
     if isinstance(strategy, Strategy):
@@ -138,6 +139,7 @@ def choose_strategy(
             f"Trainer(strategy={strategy!r}) is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
+    strategy = strategy if strategy in registered() else strategy.lower()
     kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
     if strategy == "cpu" and kind != "cpu":
         raise ValueError(
@@ -146,7 +148,17 @@ def choose_strategy(
     backend = (options.process_group or {}).get("process_group_backend")
     check_backend(backend, kind, f"{options.written.get('process_group')}(backend='nccl')")
     chosen = choose_precision(precision, plugins, kind)
-    return _by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster)
+    found = _by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster)
+    if environment is not None and isinstance(found, DistributedStrategy):
+        found.cluster_environment = environment
+        found.place(found.devices, num_nodes)
+    return found
+
+
+def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_nodes: int) -> Cluster | None:
+    """What an environment of the user's says of this process."""
+    number = environment.world_size() // num_nodes if devices == "auto" else devices
+    return environment.cluster(len(find_devices(number, find_kind(accelerator))), num_nodes)
 
 
 def strategy_in(settings: Settings) -> Strategy | str:

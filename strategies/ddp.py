@@ -1,12 +1,10 @@
-"""Replicas: every process holds the whole model, gradients are averaged while backward runs."""
+"""Replicas: every process holds the whole model, and gradients are averaged while backward runs."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
@@ -14,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import messages
-from ..processes.host_program import StartMethod
 from ..torch_private import communication_times, time_every_step
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, ProcessOptions, passes_on
 from .precision.base import Precision
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -32,29 +30,53 @@ WrapperName = Literal["fp16", "bf16"]
 WRAPPERS: tuple[WrapperName, ...] = get_args(WrapperName)
 
 
+class DDPOptions(ProcessOptions, total=False):
+    """What :class:`DDPStrategy` passes on: to its base class, and to DistributedDataParallel."""
+
+    dim: int
+    broadcast_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb: int | None
+    bucket_cap_mb_list: list[int] | None
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None
+    param_to_hook_all_reduce: nn.Parameter | None
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
+
 class DDPStrategy(DistributedStrategy):
     """``"ddp"``: DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
 
-    Gradients of a window's last micro-batch are reduced in buckets while backward still runs; on the micro-batches
-    before it nothing is communicated.
+    Gradients are reduced in buckets during the backward pass of a window's last micro-batch; the micro-batches before
+    it communicate nothing.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         find_unused_parameters: look in each step for parameters that the loss does not depend on. None: only under
-            manual optimization, where a loss rarely reaches all networks.
+            manual optimization, where losses rarely depend on all networks.
         ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
-        ddp_comm_state: the hook's state; for PowerSGD also a dict of what ``PowerSGDState`` takes, or None.
+        ddp_comm_state: the hook's state; for PowerSGD also a dict of arguments for ``PowerSGDState``, or None.
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
-        model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
-            steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
-        **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
-            ``static_graph``, ``broadcast_buffers``, ...
+        model_averaging_period: with ``post_localSGD_hook``, the number of steps between two averages of the parameters
+            (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
+            ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """
 
     names: ClassVar[tuple[str, ...]] = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
+    @passes_on(
+        DistributedStrategy.__init__,
+        DistributedDataParallel.__init__,
+        decided=("module", "device_ids", "output_device", "process_group"),
+    )
     def __init__(
         self,
         precision: Precision | None = None,
@@ -64,31 +86,22 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_state: Any = None,
         ddp_comm_wrapper: WrapperName | Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
-        **ddp_options: Any,
+        **options: Unpack[DDPOptions],
     ) -> None:
+        given: dict[str, Any] = {**options}
         super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
+            precision, **{name: given.pop(name) for name in ProcessOptions.__annotations__ if name in given}
         )
         self.find_unused_parameters = find_unused_parameters
         self.hook = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.model_averaging_period = model_averaging_period
-        self.ddp_options = _known_options(ddp_options)
+        self.ddp_options = given
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: list[nn.Parameter] = []
         self._late = False
         self._manual = False
         self._synchronizes, self._local = True, False
-        #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
+        #: Whether the next backward pass records the graph (static_graph), for which torch must reduce gradients.
         self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
@@ -112,7 +125,7 @@ class DDPStrategy(DistributedStrategy):
             )
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """The module in DistributedDataParallel, which gives every rank rank 0's weights."""
+        """Wrap the module in DistributedDataParallel, which gives every rank rank 0's weights."""
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -127,11 +140,8 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=unused,
             **self.ddp_options,
         )
-        hook, state, wrapper = self.hook
-        if hook is not None:
-            hook, state = _named_hook(hook, state)
-            wrapper = _named_wrapper(wrapper)
-            self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
+        if self.hook[0] is not None:
+            self._wrapped.register_comm_hook(*_state_and_hook(*self.hook))
         return self._wrapped
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -165,16 +175,16 @@ class DDPStrategy(DistributedStrategy):
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
         if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
-            reduced = set(map(id, self._reduced))  # also those that were frozen since
+            reduced = set(map(id, self._reduced))  # also those that have been frozen since
             names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
             unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
-                f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
-                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
-                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
-                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
+                f"The loss of the previous step did not depend on some parameters, so they got no gradients{listed}. "
+                "If this is intended, write strategy='ddp_find_unused_parameters_true' (in a loop of your own "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), which "
+                "searches the graph in each step. Otherwise freeze them (requires_grad_(False)), or use them."
             )
         return super().explain(error)
 
@@ -195,10 +205,10 @@ class DDPStrategy(DistributedStrategy):
             wrapped.module.announced = True
 
     def left_gradients(self) -> bool:
-        """True after one that no forward of the wrapper has announced: torch then reduces nothing, and says nothing.
+        """True after a backward pass that no forward pass of the wrapper announced: torch then reduces nothing.
 
-        So it is where a loss comes of other methods of the model than its forward, of a forward that was used before,
-        or of one that ran while nothing was communicated.
+        The loss comes from another method of the model than its forward, from a forward pass that was already used, or
+        from one that ran while communication was off.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:
@@ -207,7 +217,7 @@ class DDPStrategy(DistributedStrategy):
             return self._late
         step = wrapped.module
         if all(parameter.grad is None for parameter in self._reduced):
-            return False  # it did not come here
+            return False  # the loss did not depend on these parameters
         announced, step.announced = step.announced, False
         return not announced
 
@@ -219,7 +229,7 @@ class DDPStrategy(DistributedStrategy):
             messages.info_once(
                 f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
                 f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
-                "again before each step. Add or thaw them before prepare() to save that."
+                "again before each step. To avoid that, add or unfreeze them before prepare()."
             )
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
@@ -230,8 +240,8 @@ class DDPStrategy(DistributedStrategy):
     def keep_gradients_local(self) -> Iterator[None]:
         if self._records:
             raise ValueError(
-                "static_graph=True: the first backward has to communicate, to learn the graph, so gradients cannot "
-                "stay local in it. Train a step before, or leave static_graph out."
+                "static_graph=True: the first backward pass must communicate to record the graph, so its gradients "
+                "cannot stay local. Train a step first, or leave static_graph out."
             )
         before, self._local = self._local, True
         self.sync_gradients(self._synchronizes)
@@ -246,7 +256,7 @@ class DDPStrategy(DistributedStrategy):
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and self.device.type != "cuda":
-            # Torch's own timers, on in one step of a hundred. For a GPU that is left so: reading them waits for it.
+            # Torch times one step in a hundred. On a GPU that is not changed: reading the timers waits for it.
             time_every_step(self._wrapped)
 
     def communication_seconds(self) -> dict[str, float] | None:
@@ -262,7 +272,7 @@ class DDPStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
-            # Several backwards may follow one forward: each is announced with the loss that it starts from.
+            # Several backward passes may follow a forward pass: each is announced with its loss.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
         super().backward(loss, how)
         if self._records:
@@ -280,16 +290,16 @@ class DDPStrategy(DistributedStrategy):
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         super().load_window_gradients(module, state)
         if self._wrapped is not None and not self._manual:
-            # After a forward that communicated nothing the next one does not send rank 0's buffers.
+            # After a forward pass without communication, the next one does not send rank 0's buffers.
             self._wrapped.require_forward_param_sync = False
 
 
 class _Step(nn.Module):
-    """What DistributedDataParallel wraps: its forward is the module's training step.
+    """The module that DistributedDataParallel wraps: its forward is the user's training step.
 
     Attributes:
-        communicates: a backward of the next forward does.
-        announced: torch awaits a backward, to reduce its gradients.
+        communicates: whether the backward pass after the next forward pass communicates.
+        announced: whether torch expects a backward pass, whose gradients it will reduce.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -303,31 +313,16 @@ class _Step(nn.Module):
         return self.step(*args, **kwargs)
 
 
-def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..., Any], Any]:
-    if not isinstance(hook, str):
-        return hook, state
+def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
+    """What torch registers for a hook, its state and its wrapper, which may be names."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if hook in WRAPPERS:
-        return getattr(default_hooks, f"{hook}_compress_hook"), state
-    if state is None or isinstance(state, Mapping):
-        state = powerSGD_hook.PowerSGDState(None, **(state or {}))
-    return powerSGD_hook.powerSGD_hook, state
-
-
-def _named_wrapper(wrapper: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
-    if not isinstance(wrapper, str):
-        return wrapper
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return getattr(default_hooks, f"{wrapper}_compress_wrapper")
-
-
-def _known_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
-    for name in options:
-        if name not in known:
-            raise TypeError(messages.unknown("argument of DDPStrategy", name, known))
-        if name in ("module", "device_ids", "output_device", "process_group"):
-            raise TypeError(f"DDPStrategy({name}=...): the strategy decides that itself. Leave it out.")
-    return options
+    if hook == "powersgd":
+        hook = powerSGD_hook.powerSGD_hook
+        if state is None or isinstance(state, Mapping):
+            state = powerSGD_hook.PowerSGDState(None, **(state or {}))
+    elif isinstance(hook, str):
+        hook = getattr(default_hooks, f"{hook}_compress_hook")
+    if isinstance(wrapper, str):
+        wrapper = getattr(default_hooks, f"{wrapper}_compress_wrapper")
+    return state, wrapper(hook) if wrapper else hook

@@ -1,14 +1,16 @@
-"""Several processes, each with its device: how they start, join a process group and communicate."""
+"""Several processes with a device each: how they start, join a process group and communicate."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from .. import messages
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.device_transfer import in_dtype
+from ..processes.environments import ClusterEnvironment, of_cluster
 from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
@@ -34,27 +37,70 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class DistributedStrategy(Strategy):
-    """One process a device, joined in a torch.distributed process group. Subclasses say how the model is spread.
+class ProcessOptions(TypedDict, total=False):
+    """Arguments of :class:`DistributedStrategy` that its subclasses pass on."""
 
-    The group outlives a run and is left when the process ends, so that ``fit`` then ``test`` meet only once. What the
-    strategy itself exchanges (barriers, agreements, Python objects) goes over a gloo group of its own: on a GPU nothing
-    waits for the device, and a barrier never mixes with somebody else's collective.
+    process_group_backend: str | None
+    init_method: str | None
+    timeout: timedelta
+    start_method: StartMethod
+    numa: bool
+
+
+def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Callable[[F], F]:
+    """Decorator for a constructor with ``**options``: its signature shows what they can be, and others are refused.
+
+    Args:
+        bases: the constructors that take the options.
+        decided: arguments of those that the strategy sets itself.
+    """
+
+    def decorate(init: F) -> F:
+        owner, signature = init.__qualname__.partition(".")[0], inspect.signature(init)
+        found = dict(signature.parameters)
+        for base in bases:
+            for name, taken in inspect.signature(base).parameters.items():
+                if name not in decided:
+                    found.setdefault(name, taken.replace(kind=taken.KEYWORD_ONLY))
+        shown = [parameter for parameter in found.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        names = [parameter.name for parameter in shown if parameter.name != "self"]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            for name in options:
+                if name in decided:
+                    raise TypeError(f"{owner}({name}=...): the strategy decides that itself. Leave it out.")
+                if name not in names:
+                    raise TypeError(messages.unknown(f"argument of {owner}", name, names))
+            init(self, *args, **options)
+
+        vars(checked)["__signature__"] = signature.replace(parameters=shown)
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+class DistributedStrategy(Strategy):
+    """One process per device, joined in a torch.distributed process group. Subclasses distribute the model.
+
+    The group lasts until the process ends, so a ``test`` after a ``fit`` does not create another. Barriers, agreements
+    and Python objects use a separate gloo group, so on a GPU nothing waits for the device, and a barrier never mixes
+    with another collective.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA with gloo for what is on the CPU.
-        init_method: a URL by which the processes find each other, as ``init_process_group`` takes it; None: by what
-            their launcher says. One process alone has nobody to find.
+        init_method: a URL at which the processes meet, as for ``init_process_group``; None: where their launcher says.
         timeout: how long a collective waits for the other processes.
-        start_method: how other processes are started when no launcher did: ``"popen"`` runs the command again,
-            ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes. ``"auto"``: ``"popen"`` in
-            a script; where something else runs this process (pytest, a notebook, ...), ``"fork"``, or ``"spawn"`` if
-            this process cannot be copied and a fresh one can import the code.
+        start_method: how the other processes start if there is no launcher: ``"popen"`` runs the command again;
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"``: ``"popen"`` in
+            a script; under pytest, in a notebook and so on ``"fork"``, or ``"spawn"`` if this process cannot be forked
+            and a fresh one can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -81,28 +127,38 @@ class DistributedStrategy(Strategy):
         self.devices: list[torch.device] = []
         self._nodes = 1
         self._cluster: Cluster | None = None
+        self._environment: ClusterEnvironment | None = None
         self._host: Any = None
         self._beside: DistributedStrategy | None = None
         self._watch: Watch | None = None
         self._abandoned = False
         self._synchronized: list[Any] = []
 
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        """How the launcher of this process tells it its rank."""
+        return self._environment or of_cluster(self._cluster)
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._environment = environment
+
+    def _find_cluster(self) -> Cluster | None:
+        if self._environment is None:
+            return find_cluster()
+        return self._environment.cluster(len(self.devices), self._nodes)
+
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Say on which devices of how many machines to run; called by the Trainer before anything else.
-
-        Args:
-            devices: those of this machine's processes, one each.
-            num_nodes: machines.
-        """
+        """Set the devices of this machine's processes, one each, and the number of machines. Called first."""
         self.devices, self._nodes = list(devices), num_nodes
-        self._stand(find_cluster())
+        self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
         check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Take the rank and device a launcher gave this process; rank 0's while there is no launcher."""
+        """Take the rank and device that a launcher gave this process; rank 0's if there is no launcher."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -126,8 +182,8 @@ class DistributedStrategy(Strategy):
             return
         messages.info_once(
             f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
-            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
-            "them equal, at the cost of two small reductions a layer."
+            f"from those of a single process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) "
+            "makes them equal, at the cost of two small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
@@ -144,14 +200,13 @@ class DistributedStrategy(Strategy):
                 here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
                     f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
-                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
-                    "the data holds."
+                    "Build the same model on every rank: no layer may depend on the rank or on its share of the data."
                 )
         odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
         if odd:
             messages.info_once(
                 f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
-                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
+                "all start from rank 0's. Call seed_everything before you build it to get the same ones each time."
             )
 
     @property
@@ -162,12 +217,12 @@ class DistributedStrategy(Strategy):
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
-        if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
+        if dist.is_initialized() or self._find_cluster() is not None or len(self.devices) * self._nodes == 1:
             return None
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes: either each runs the command again and gets here again, or each calls the function."""
+        """Start the processes: each runs the command again and so arrives here again, or each calls the function."""
         kind, count = self.device.type, len(self.devices)
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
@@ -176,14 +231,14 @@ class DistributedStrategy(Strategy):
 
     @timed("joining the group")
     def setup_environment(self) -> None:
-        self._stand(find_cluster())
+        self._stand(self._find_cluster())
         super().setup_environment()
         join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
-                f"A process group of {dist.get_world_size()} processes exists already, but this run has "
+                f"There already is a process group of {dist.get_world_size()} processes, but this run has "
                 f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Leave init_process_group to "
-                "Paceline, or pass the devices that group has."
+                "Paceline, or pass the devices of that group."
             )
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()
@@ -191,13 +246,13 @@ class DistributedStrategy(Strategy):
 
     def told_at_start(self) -> str:
         if self.world_size == 1 or (launch.LAUNCHED in os.environ and launch.JOINED not in os.environ):
-            return ""  # `paceline launch` has told
+            return ""  # `paceline launch` has said so
         name = (*self.names, type(self).__name__)[0]
         machines = f" of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         backend = self.backend.rpartition(":")[2]
         text = f"on {self.world_size} processes{machines} ({name}, {backend}, {self.device.type})"
         if launch.LAUNCHED in os.environ:  # the strategy ran the command again
-            text += "; the script is started once for each, so what stands above this call runs in all of them"
+            text += "; each runs the script, so code above this call runs in all of them"
         return text
 
     @property
@@ -229,7 +284,7 @@ class DistributedStrategy(Strategy):
 
     @property
     def talks(self) -> bool:
-        """Whether this process communicates: there are others, they have joined, and no error has ended its run."""
+        """Whether this process communicates: others have joined, and no error has ended its run."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
 
     @property
@@ -240,24 +295,17 @@ class DistributedStrategy(Strategy):
         if self._beside is None:
             self._beside = copy.copy(self)
             self._beside._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._beside._watch = None  # it says where the main thread waits
+            self._beside._watch = None  # it reports where the main thread waits
         return self._beside
 
-    @contextmanager
-    def _at(self, place: str) -> Iterator[None]:
-        """Say where this rank waits; if waiting fails, the error then says where the others are."""
-        watch = self._watch
-        if watch is None:
-            yield
-            return
-        with watch.waiting(place):
-            yield
+    def _at(self, place: str) -> AbstractContextManager[None]:
+        """Context in which this rank waits at ``place``; if waiting fails, the error says where the others are."""
+        return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:
         return self._watch.explain(error) if self._watch is not None else None
 
     def abandon(self, error: BaseException) -> None:
-        """Until the run ends this rank no longer waits for the others, which may not have failed."""
         launch.note_failure(error)
         self._abandoned = True
 
@@ -286,7 +334,10 @@ class DistributedStrategy(Strategy):
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
         if not self.talks:
             if self._abandoned:
-                raise RuntimeError("all_gather after an error: the other ranks may not come. Leave it out on errors.")
+                raise RuntimeError(
+                    "all_gather after an error: the other ranks may not have failed, and so never call it. Do not call "
+                    "it in code that handles errors."
+                )
             return data
         with self._at("all_gather"):
             self._same_shapes(data, group)
@@ -295,19 +346,18 @@ class DistributedStrategy(Strategy):
             )
 
     def _same_shapes(self, data: Any, group: Any) -> None:
-        """Raise on every rank if the ranks' tensors differ: the collective itself would mix them up (or hang)."""
+        """Raise on every rank if the ranks' tensors differ: the collective would mix them up or hang."""
         mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
         found = self.unlike(mine, group)
         if found:
             listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
             raise UnlikeTensorsError(
                 f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
-                "one shape, or gather a number that each rank computes.",
+                "the same shape, or gather a number that each rank computes.",
                 found,
             )
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
-        """Every rank's object, in rank order, on every rank. Pickled over the host: for small things."""
         if not self.talks:
             return [obj]
         found: list[Any] = [None] * dist.get_world_size(group)
@@ -354,15 +404,11 @@ class DistributedStrategy(Strategy):
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Give all processes rank 0's buffers, which are the ones that a checkpoint holds.
-
-        The running statistics of a batch norm, for example, depend on the batches that a process has seen.
-        """
+        """Give all processes rank 0's buffers, which checkpoints contain: batch norm statistics, for example."""
         if self.talks:
             same_buffers(module, self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce accumulated gradients that no further backward will reduce."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -411,11 +457,11 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if NCCL is asked for on another kind of device than CUDA; ``written``: what the user wrote."""
+    """Raise if the backend is NCCL, but the devices are not CUDA; ``written``: what the user wrote."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
-            f"{written}: NCCL joins CUDA devices, but this run is on {kind!r}. Leave it out: gloo is used there, and "
-            "NCCL on GPUs."
+            f"{written}: NCCL joins CUDA devices, but this run is on {kind!r}. Leave it out: gloo is the "
+            "default there, and NCCL on GPUs."
         )
 
 

@@ -38,7 +38,7 @@ class ItemWindow:
         if self.unit is None:
             self.unit = self._unit_of(items)
         self.items = self.items + items
-        return loss * (items / self.unit)
+        return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
         """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ().
@@ -49,7 +49,7 @@ class ItemWindow:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
         self.items = 0
-        return (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+        return final_factor(total, self.unit)
 
     def state_dict(self) -> dict[str, Any]:
         """The items of the window under way and the unit they are weighed in, as plain data."""
@@ -69,3 +69,13 @@ class ItemWindow:
         if not 0 <= first < math.inf:
             raise ValueError(f"{self.said} num_items={first}. Give how many items the mean is over, 0 or more.")
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
+
+
+def weighed(loss: Tensor, items: Any, unit: float | None) -> Tensor:
+    """The loss of one micro-batch, shape (), weighed by its ``items``."""
+    return loss * (items / (unit or 1.0))
+
+
+def final_factor(total: Tensor, unit: float | None) -> Tensor:
+    """The factor for gradients of weighed losses, shape (). ``total``: items of the window, the mean over the ranks."""
+    return (unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)

@@ -59,6 +59,14 @@ class Placement:
         """Context that creates layers on this strategy's device, in the precision's dtype."""
         return self.precision.init_context(self.device)
 
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """:meth:`init_context`, for tensors."""
+        return self.init_context()
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """:meth:`init_context`, or with ``empty_init`` :meth:`empty_init_context`."""
+        return self.empty_init_context() if empty_init else self.init_context()
+
     def empty_init_context(self) -> AbstractContextManager[Any]:
         """Context that creates layers without memory; they get it when they are set up."""
         raise NotImplementedError(

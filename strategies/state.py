@@ -28,6 +28,8 @@ class State:
     #: Both belong to :class:`.placement.Placement`: where loaded tensors go, and the weights that wait for values.
     device: torch.device
     waiting: Waiting
+    #: What writes and reads checkpoints of one file, set by a Trainer.
+    checkpoint_io: Any = None
 
     @contextmanager
     def states_in_parts(self) -> Iterator[bool]:

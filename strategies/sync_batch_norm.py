@@ -2,72 +2,84 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..torch_private import BatchNormOfAnyShape
+from ..torch_private import as_sync_batch_norm
 from .differentiable_collectives import all_reduce
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+#: Layers that were changed, and the attributes that each was given.
+Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
-class AcrossProcesses(BatchNormOfAnyShape):
-    """Batch norm whose mean and variance are those of all processes' batches together; gradients go through both.
+class TorchSyncBatchNorm:
+    """Batch norms see the batches of all processes: a plugin that says ``Trainer(sync_batchnorm=True)``."""
 
-    ``torch.nn.SyncBatchNorm`` does the same on GPUs only, so this one serves the CPU. The mean is taken first, the
-    variance around it then: two small reductions a layer, without the cancellation of E[x^2] - E[x]^2.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        over = [dim for dim in range(input.dim()) if dim != 1]
-        shape = [1, -1, *([1] * (input.dim() - 2))]
-        x = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype)
-        total = all_reduce(torch.cat([x.sum(over), count.reshape(1)]))
-        everywhere = total[-1].detach()
-        mean = total[:-1] / everywhere
-        centered = x - mean.view(shape)
-        variance = all_reduce(centered.square().sum(over)) / everywhere
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            self._remember(mean.detach(), variance.detach() * everywhere / (everywhere - 1))
-        normal = centered * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is not None:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal.to(input.dtype)
-
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        seen = self.num_batches_tracked
-        factor = self.momentum if self.momentum is not None else 1.0 / float(seen) if seen is not None else 0.0
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)  # type: ignore[union-attr]
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)  # type: ignore[union-attr]
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The model with synchronized batch norms."""
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def trained(module: nn.Module) -> list[nn.Module]:
-    """The batch norms of a module whose statistics come from the batch."""
+    """The batch norms of a module that use the statistics of each batch."""
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.training]
 
 
-def synchronize(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, type]]:
-    """Make every batch norm of a module take in all processes' batches; returns what :func:`release` takes.
+def synchronize(module: nn.Module, device: torch.device) -> Changed:
+    """Let every batch norm of a module use the batches of all processes; :func:`release` takes what this returns.
 
-    A layer changes its class and stays the object it is: parameters, buffers, names and hooks are the same.
+    Only the forward of each layer is replaced, so the layer keeps its class, its hooks, and its place in the module.
     """
-    changed: list[tuple[nn.Module, type]] = []
+    changed: Changed = []
     for layer in module.modules():
-        if type(layer) in KINDS:
-            changed.append((layer, type(layer)))
-            layer.__class__ = AcrossProcesses if device.type == "cpu" else nn.SyncBatchNorm
-            layer.process_group = dist.group.WORLD  # type: ignore[assignment]
+        if type(layer) in KINDS and "forward" not in vars(layer):
+            on_cpu = device.type == "cpu"
+            changed.append((layer, {"forward": partial(_over_all, layer)} if on_cpu else as_sync_batch_norm(layer)))
+            vars(layer).update(changed[-1][1])
     return changed
 
 
-def release(changed: list[tuple[nn.Module, type]]) -> None:
-    """Give the layers their own class back."""
-    for layer, kind in changed:
-        layer.__class__ = kind
-        del layer.process_group
+def release(changed: Changed) -> None:
+    """Give the layers their own forward back."""
+    for layer, attributes in changed:
+        for name, value in attributes.items():
+            if vars(layer).get(name) is value:
+                del vars(layer)[name]
+
+
+def _over_all(layer: Any, input: Tensor) -> Tensor:
+    """Normalize with the mean and variance over the batches of all processes, through which gradients flow.
+
+    ``torch.nn.SyncBatchNorm`` does the same, but only on GPUs. The variance is computed around the mean: that takes two
+    small reductions, but does not suffer from the cancellation in E[x^2] - E[x]^2.
+    """
+    if not layer.training and layer.running_mean is not None:
+        return type(layer).forward(layer, input)
+    over = [dim for dim in range(input.dim()) if dim != 1]
+    shape = [1, -1, *([1] * (input.dim() - 2))]
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    count = torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype)
+    total = all_reduce(torch.cat([x.sum(over), count.reshape(1)]))
+    everywhere = total[-1].detach()
+    mean = total[:-1] / everywhere
+    centered = x - mean.view(shape)
+    variance = all_reduce(centered.square().sum(over)) / everywhere
+    if layer.training and layer.running_mean is not None and layer.running_var is not None:
+        _remember(layer, mean.detach(), variance.detach() * everywhere / (everywhere - 1))
+    normal = centered * torch.rsqrt(variance + layer.eps).view(shape)
+    if layer.weight is not None:
+        normal = normal * layer.weight.view(shape) + layer.bias.view(shape)
+    return normal.to(input.dtype)
+
+
+def _remember(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    seen = layer.num_batches_tracked
+    if seen is not None:
+        seen.add_(1)
+    factor = layer.momentum if layer.momentum is not None else 1.0 / float(seen) if seen is not None else 0.0
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)

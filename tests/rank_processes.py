@@ -26,6 +26,12 @@ import torch.distributed as dist
 LIMIT_SECONDS = 120.0
 _ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
+#: First line of a script whose processes share one pipe: a line is one write, since torch starts them unbuffered.
+WHOLE_LINES = (
+    "import os; print = lambda *words, file=None, **_: "
+    "os.write(2 if file else 1, (' '.join(map(str, words)) + chr(10)).encode()) and None\n"
+)
+
 
 def until(what: str, condition: Callable[[], Any], limit: float = LIMIT_SECONDS) -> Any:
     """Wait until ``condition()`` is true, and return what it then is. No test waits for so many seconds instead.

@@ -69,10 +69,13 @@ def documented() -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
-def test_every_entry_says_in_which_versions_it_was_seen_and_what_happens_without_it() -> None:
+def test_every_entry_is_described_and_the_versions_are_those_that_may_be_installed() -> None:
     entries = documented()
     assert len(entries) > 60
-    assert not [name for name, text in entries.items() if not re.search(r"Torch 2\.\d+.*(If (it|one) goes: \w+)", text)]
+    assert not [name for name, text in entries.items() if not re.search(r"\S\.( |$)", text)]
+    allowed = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (FILE.parent / "pyproject.toml").read_text())
+    assert allowed is not None
+    assert f"seen in torch 2.{allowed[1]} to 2.{int(allowed[2]) - 1}." in (private.__doc__ or "")
 
 
 def test_every_entry_is_used_below() -> None:
@@ -200,9 +203,14 @@ def test_layers_are_found_by_their_common_class() -> None:
     assert all(isinstance(one(), private.Dropout) for one in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
-def test_a_batch_norm_takes_any_shape() -> None:
-    x = torch.arange(48.0).view(2, 3, 1, 2, 2, 2)
-    assert private.BatchNormOfAnyShape(3)(x).shape == x.shape
+def test_a_batch_norm_can_run_as_a_synchronized_one() -> None:
+    alone, layer = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    vars(layer).update(private.as_sync_batch_norm(layer))
+    x = torch.arange(12.0).view(4, 3)
+    assert torch.equal(layer(x), alone(x))
+    assert torch.equal(layer.running_var, alone.running_var)
+    with pytest.raises(ValueError, match="channels should be non-zero"):
+        layer(torch.empty(4, 0))
 
 
 # ---- tensors and operators -------------------------------------------------------------------------------------------

@@ -58,6 +58,10 @@ Trainer(max_epoch=1)  # wrong
 DDPStrategy(ddp_comm_hook="fp17")  # wrong
 DDPStrategy(ddp_comm_hook="fp16", ddp_comm_wrapper="powersgd")  # wrong
 FSDPStrategy(sharding="half")  # wrong
+FSDPStrategy(timeout=30)  # wrong
+FSDPStrategy(wrapp="root")  # wrong
+DDPStrategy(bucket_cap_mb=1, start_method="popen", static_graph=True)
+DDPStrategy(bucket_cap=1)  # wrong
 ModelParallelStrategy(pipeline_parallel=2, pipeline_schedule="1f1b")
 ModelParallelStrategy(pipeline_parallel=2, pipeline_schedule="2f2b")  # wrong
 MixedPrecision("32-true")  # wrong

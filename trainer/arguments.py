@@ -1,32 +1,37 @@
-"""What ``Trainer(...)`` and its methods accept: every check of a value, and of values that contradict each other."""
+"""Checks of the arguments of ``Trainer(...)`` and its methods: single values, and contradictions."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Concatenate, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from typing_extensions import ParamSpec
 
-from .. import messages
+from .. import messages, profilers
 from ..callbacks.timer import to_timedelta
 from ..checkpoint import storage
+from ..profilers.base import PassThroughProfiler, Profiler
 from ..strategies.compile_networks import SCOPES, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
 
-P = ParamSpec("P")
+T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
+ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
+#: The classes of the profilers that have a name.
+PROFILERS = {
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "pytorch": "PyTorchProfiler",
+    "doctor": "Doctor",
+}
 
-#: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
+#: Arguments of other versions of Lightning's Trainer, and their replacements.
 MOVED = {
     "gpus": "accelerator='gpu', devices=...",
     "tpu_cores": "accelerator=",
@@ -41,64 +46,6 @@ MOVED = {
     "multiple_trainloader_mode": "Trainer.fit(model, CombinedLoader(loaders, mode=...))",
     "model_registry": "a path in ckpt_path=, where the file lies",
 }
-#: The variables of Lightning that give arguments which code leaves out: PL_TRAINER_MAX_EPOCHS=3.
-VARIABLE_PREFIX = "PL_TRAINER_"
-#: Arguments that settings stand for; None and "auto" count as left out.
-SETTLED = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "compile")
-SWITCHES = (
-    "inference_mode",
-    "use_distributed_sampler",
-    "detect_anomaly",
-    "barebones",
-    "sync_batchnorm",
-    "enable_autolog_hparams",
-)
-SWITCHES_OR_NONE = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark")
-
-
-@functools.cache
-def defaults(init: Callable[..., None]) -> dict[str, Any]:
-    """What the arguments of a constructor are when they are left out."""
-    parameters = inspect.signature(init).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """Have a constructor take arguments that its caller leaves out from variables ``PL_TRAINER_<ARGUMENT>``.
-
-    The object's ``_from_variables`` has the variable of each argument that came from one when the constructor runs.
-    """
-    known = tuple(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def filled(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-        found = from_variables(known, kwargs)
-        self._from_variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
-        init(self, *args, **{**kwargs, **found})  # type: ignore[arg-type]
-
-    return filled
-
-
-def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that variables give and code does not; a variable of none of the ``known`` names is warned of."""
-    left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
-    found = {}
-    for variable, text in os.environ.items():
-        if not variable.startswith(VARIABLE_PREFIX) or not text:
-            continue
-        name = variable.removeprefix(VARIABLE_PREFIX).lower()
-        if name.startswith("_"):  # PL_TRAINER__MAX_EPOCHS is an argument of a TrainerCLI
-            continue
-        if name not in known:
-            meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
-            messages.warn_once(
-                f"The environment variable {variable} has no effect: Trainer has no argument {name!r}.{meant}"
-            )
-        elif name not in passed or name in left_open:
-            found[name] = text
-            with contextlib.suppress(Exception):  # it is a word, no number: taken as it is
-                found[name] = ast.literal_eval(text)
-    return found
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------
@@ -134,8 +81,15 @@ def check_count(
     return int(value)
 
 
+def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
+    """The limit; -1 where another one is given, None where none is."""
+    if value is None and (max_steps != -1 or max_time is not None):
+        return -1
+    return check_count("max_epochs", value, none=True, unlimited=True)
+
+
 def check_accumulation(value: Any) -> int:
-    """Micro-batches an update."""
+    """Micro-batches per update."""
     hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
@@ -191,6 +145,23 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
         )
 
 
+def check_profiler(value: Any) -> Profiler:
+    """A profiler by name or object; one that does nothing for None."""
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
+    if not isinstance(value, str):
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) else ""
+        raise TypeError(
+            f"Trainer(profiler={value!r}) is {messages.a(value)}. Pass {messages.names(PROFILERS)}, or a "
+            f"Profiler.{hint}"
+        )
+    if value.lower() not in PROFILERS:
+        raise ValueError(messages.unknown("profiler", value, PROFILERS, ", or pass a Profiler"))
+    return getattr(profilers, PROFILERS[value.lower()])()
+
+
 def check_folder(name: str, value: Any) -> str:
     """A folder, absolute, or an address; the working directory for None."""
     if value is None:
@@ -209,7 +180,7 @@ def check_folder(name: str, value: Any) -> str:
     return storage.absolute(value)
 
 
-def check_compile(value: Any) -> None:
+def check_compile(value: Any) -> Any:
     """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
@@ -221,16 +192,17 @@ def check_compile(value: Any) -> None:
         dicts = ", or True, or a dict of arguments for torch.compile such as {'scope': 'step', 'mode': 'max-autotune'}"
         raise ValueError(messages.unknown("value for Trainer(compile=):", scope, SCOPES, dicts))
     if not isinstance(value, Mapping):
-        return
+        return value
     known = [p for p in inspect.signature(torch.compile).parameters if p != "model"]
     for name in value:
         if name not in (*known, "scope"):
             raise ValueError(messages.unknown("argument of torch.compile in Trainer(compile=):", name, known))
     _check_whole(value, scope)
+    return value
 
 
 def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
-    """Arguments for ``torch.compile`` that a step compiled as a whole does not go with."""
+    """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
             f"Trainer(compile={value!r}): a step compiled as a whole is one graph. Leave fullgraph out, or the scope."
@@ -246,56 +218,50 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
             raise ValueError(f"Trainer(compile={value!r}): {name}={value[name]!r} makes no CUDA graph. {fix}.")
 
 
-def check_switches(given: Mapping[str, Any]) -> None:
-    """What is on or off is a bool, or None where the default depends on something else."""
-    for name in (*SWITCHES, *SWITCHES_OR_NONE):
-        value = given[name]
-        if isinstance(value, bool) or (value is None and name in SWITCHES_OR_NONE):
-            continue
-        hint = (
-            " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
-        )
-        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass True or False.{hint}")
-    deterministic = given["deterministic"]
-    if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
-        raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
+def check_switch(name: str, value: T, none: bool = False) -> T:
+    """A bool; with ``none`` also None, where the default depends on something else."""
+    if isinstance(value, bool) or (value is None and none):
+        return value
+    hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+    raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass True or False.{hint}")
 
 
 # ---- values together -------------------------------------------------------------------------------------------------
 
 
-def check_flags(given: Mapping[str, Any]) -> None:
-    """Options that exclude each other."""
-    check_switches(given)
-    check_compile(given["compile"])
-    if given["deterministic"] and given["benchmark"]:
+def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
+    """A bool, "warn" or None, and not together with benchmarking."""
+    if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
+        raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
+    if deterministic and benchmark:
         raise ValueError(
-            f"Trainer(deterministic={given['deterministic']!r}, benchmark=True) contradict each other: benchmarking "
+            f"Trainer(deterministic={deterministic!r}, benchmark=True) contradict each other: benchmarking "
             "picks kernels by their speed in this run. Leave one out."
         )
-    if given["overfit_batches"]:
-        both = ("fast_dev_run", "limit_train_batches", "limit_val_batches")
-        for name in both:
-            if given[name]:
-                raise ValueError(
-                    f"Trainer(overfit_batches={given['overfit_batches']!r}, {name}={given[name]!r}) contradict each "
-                    "other: both say how many batches there are. Leave one out."
-                )
-    for unit in () if given["fast_dev_run"] else ("epochs", "steps"):
-        least, most = given[f"min_{unit}"], given[f"max_{unit}"]
-        if least is not None and most not in (None, -1) and least > most:
+    return deterministic
+
+
+def check_overfitting(overfit_batches: Any, **others: Any) -> None:
+    """``overfit_batches`` and the ``others`` both say how many batches there are."""
+    for name, value in others.items() if overfit_batches else ():
+        if value:
             raise ValueError(
-                f"Trainer(min_{unit}={least}, max_{unit}={most}) contradict each other. Raise max_{unit} or lower "
-                f"min_{unit}."
+                f"Trainer(overfit_batches={overfit_batches!r}, {name}={value!r}) contradict each other: both say how "
+                "many batches there are. Leave one out."
             )
-    if given["barebones"]:
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
-        more = ("fast_dev_run", "detect_anomaly", "log_every_n_steps")
-        check_barebones({name: given[name] for name in (*off, *more)})
 
 
-def check_barebones(given: Mapping[str, Any]) -> None:
-    """``barebones=True`` and what it switches off may not be asked for together."""
+def check_range(unit: str, least: int | None, most: int | None) -> None:
+    """The smallest number of epochs or steps is not above the largest."""
+    if least is not None and most not in (None, -1) and least > most:
+        raise ValueError(
+            f"Trainer(min_{unit}={least}, max_{unit}={most}) contradict each other. Raise max_{unit} or lower "
+            f"min_{unit}."
+        )
+
+
+def check_barebones(**given: Any) -> None:
+    """``barebones=True`` and what it switches off are not asked for together."""
     for name, value in given.items():
         if value:
             raise ValueError(
@@ -307,24 +273,13 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 # ---- entry points ----------------------------------------------------------------------------------------------------
 
 
-def check_request(running: str | None, request: Request, ckpt_path: Any) -> None:
-    """What can be said about a call of an entry point before anything is done.
-
-    Args:
-        running: the entry point that is running, None if none is.
-        request: what the call asks for.
-        ckpt_path: the checkpoint that the trainer was told to load.
-    """
-    name, path = f"Trainer.{request.fn}", request.ckpt_path or ckpt_path
+def check_request(running: str | None, request: Request) -> None:
+    """Check a call of an entry point while ``running``, which may be None, is running."""
+    name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(
             f"{name}() was called while {running} is running, but a Trainer makes one run at a time. Call it after "
             f"{running}, or use another Trainer."
-        )
-    if request.weights_only is False and path is not None:
-        raise ValueError(
-            f"{name}(weights_only=False) asks to run code that the file {str(path)!r} may hold; Paceline loads data "
-            "alone. Leave it out, and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(

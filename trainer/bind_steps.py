@@ -1,4 +1,4 @@
-"""The user's steps and transfer hooks as plain callables with one form, chosen when a run starts."""
+"""The user's steps and transfer hooks as callables with one signature, bound when a run starts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.loss_guard import LossGuard
+from ..data.datamodule import DataModule
 from ..strategies.compile_networks import scope_of
 from . import phases
 from .hooks import method_of, overridden
 from .loss import LossReader
 from .microbatch_metrics import JoiningStep
 from .module import TrainingModule
-from .profiling import wrap_bound
+from .profiling import by_strategy
 
 if TYPE_CHECKING:
     from .run import Run
@@ -25,12 +25,7 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
 
 
 def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..., Any]:
-    """The module's step as the loop calls it: ``(batch, batch_idx)`` or, with several loaders, also ``dataloader_idx``.
-
-    Raises:
-        NotImplementedError: the module does not define it.
-        TypeError: it takes other arguments.
-    """
+    """Bind the module's step to ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
     module = run.module
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
@@ -42,23 +37,22 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
         return bound  # it is traced, not called
-    return wrap_bound(run, name, bound)
+    return by_strategy(run, name, bound)
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """The training step inside what looks at each loss before its backward."""
+    """The training step inside everything that checks its loss before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
         bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
-            bound = callback.around_training_step(run.trainer, module, bound)
+        bound = callback.around_training_step(run.trainer, module, bound)
     return bound
 
 
 def check_step(module: TrainingModule, name: str) -> None:
-    """Raise if a step cannot be called, whatever the number of loaders turns out to be."""
+    """Raise if a step cannot be called with any number of loaders."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
@@ -105,9 +99,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """What happens to a batch between the loader and the step; None when nothing does."""
-    from ..data.datamodule import DataModule
-
+    """The function between the loader and the step, or None if there is nothing to do."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
@@ -115,7 +107,7 @@ def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     strategy = run.strategy
     move = strategy.batch_mover()
     if move is not None:
-        move = wrap_bound(run, "batch_to_device", move)
+        move = by_strategy(run, "batch_to_device", move)
     if not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: gathered from a run, and given back to one."""
+"""What a checkpoint holds: gathered from a run, and restored in one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import messages
 from ..checkpoint import lightning_format, logger_positions
 from ..checkpoint.manifest import FORMAT
-from ..checkpoint.plain_data import plain
+from ..checkpoint.objects import can_be_kept, set_apart
 from ..checkpoint.restore import PARTS, call, is_strict, load_weights, optimizer_problem, restore_precision, versions
 from ..data.loaders import samples_in_batch
 from .resume import Resumed, gather_ranks, progress
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Left(NamedTuple):
-    """What the ranks of a run in other processes left for the checkpoints of the one that asked for it.
+    """What a run in other processes left for checkpoints that this process writes.
 
     Attributes:
         ranks: what each rank keeps (see :mod:`.resume`).
         batch_samples: samples in a full batch of all ranks.
-        data_ranks: into how many shares the data were split.
-        lacks: why the optimizers could not be brought here; empty if they were.
+        data_ranks: number of shares that the data were split into.
+        lacks: why the optimizers could not be brought here, or an empty text.
     """
 
     ranks: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class Left(NamedTuple):
 
 
 def left_for_checkpoints(run: Run) -> Left:
-    """What this run leaves, for another process; every rank must call."""
+    """What this run leaves for another process; every rank must call."""
     return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
@@ -41,12 +41,10 @@ def left_for_checkpoints(run: Run) -> Left:
 
 
 def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
-    """Collect everything a run needs to go on from here; every rank must call it.
+    """Collect everything that resuming the run needs; every rank must call.
 
-    Args:
-        run: a trainer that has a module.
-        weights_only: only the weights, hyperparameters and counters: enough to use the model, not to train on. The
-            hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
+    With ``weights_only`` only weights, hyperparameters and counters. The hooks ``on_save_checkpoint`` run all the same,
+    so that averaged weights, for example, are saved.
     """
     module = run.module
     left, holder = run.left, run.holder
@@ -74,7 +72,7 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
         _add_datamodule(run.datamodule, checkpoint)
     for hook in run.hooks.on_save_checkpoint:
         hook(checkpoint)
-    return checkpoint
+    return set_apart(checkpoint)
 
 
 def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +125,9 @@ def _add_hyperparameters(owner: Any, checkpoint: dict[str, Any]) -> None:
         return
     kept, left_out = {}, {}
     for name, value in dict(hparams).items():
-        try:
-            kept[name] = plain(value, name)
-        except TypeError:
+        if can_be_kept(value):
+            kept[name] = value
+        else:
             left_out[name] = type(value).__qualname__
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(owner, "_hparams_name", None) or "kwargs"
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
@@ -141,7 +139,7 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
     listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
     again = ", ".join(f"{name}=..." for name in left_out)
     messages.warn_once(
-        f"Hyperparameters of {owner} that are not plain data stay out of its checkpoints: {listed}. "
+        f"Hyperparameters of {owner} that can neither be stored nor pickled stay out of its checkpoints: {listed}. "
         f"Say so with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
         f"{owner}.load_from_checkpoint(path, {again})."
     )
@@ -151,12 +149,7 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
 
 
 def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
-    """Give a checkpoint's weights to the module, and its state to the data module and the callbacks.
-
-    Args:
-        run: a run whose module is set up.
-        checkpoint: what ``file.read`` returned; hooks may change it.
-        parts: without ``"callbacks"`` these stay as they are, as for validate, test and predict.
+    """Restore the module's weights and the states of DataModule and callbacks; hooks may change ``checkpoint``.
 
     Raises:
         RuntimeError: the weights do not fit the module.
@@ -190,10 +183,10 @@ def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
-    """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
+    """Restore optimizers, schedulers, loss scale and counters, in a run whose optimizers exist.
 
     Returns:
-        The rest, which the loop puts in force when it comes to where the checkpoint was written.
+        The rest, which the loop restores at the resume position.
 
     Raises:
         ValueError: the file holds only weights, or other optimizers or schedulers than this run has.

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import sharded_folder, single_file, storage
+from ..checkpoint import sharded_folder, storage
+from ..checkpoint.checkpoint_io import CheckpointIO
 from ..checkpoint.plain_data import plain
 from ..checkpoint.snapshot import Buffers, size_bytes
 from ..processes.timings import timed
 from . import phases
 from .checkpoint_contents import gather
+from .profiling import timed_in_run
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -27,17 +29,13 @@ WORTH_BYTES = 1 << 20
 
 @dataclass
 class _Write:
-    """A checkpoint on its way to the disk.
-
-    Attributes:
-        checkpoint: what is written; dropped when it has been.
-        after: called on rank 0 when every file is on the disk, in the thread that wrote them.
-        settled: called in the main thread with what became of it: None or the error.
-    """
+    """A write of one checkpoint; :meth:`Saver.save` describes ``after`` and ``settled``."""
 
     checkpoint: dict[str, Any]
     paths: Sequence[str | Path]
+    storage_options: Any
     in_parts: bool
+    io: CheckpointIO
     strategy: Strategy
     after: Callable[[], Any]
     settled: Callable[[BaseException | None], Any]
@@ -50,7 +48,7 @@ class _Write:
                 if self.in_parts:
                     sharded_folder.write(self.checkpoint, path, self.strategy)
                 elif self.strategy.is_global_zero:
-                    single_file.write(self.checkpoint, path)
+                    self.io.save_checkpoint(self.checkpoint, path, self.storage_options)
             if self.strategy.is_global_zero:
                 self.after()
         except BaseException as error:
@@ -62,11 +60,11 @@ def _nothing(*_: Any) -> None: ...
 
 
 class Saver:
-    """Saves checkpoints of one trainer.
+    """Saves the checkpoints of one run.
 
     In the background: the tensors are copied into buffers that are kept from save to save (pinned ones for a GPU, one
-    wait for it), and a thread writes from these, by the same code, while training goes on. One write is in flight; the
-    next save waits for it. Its error is raised by whatever comes first: ``wait``, the next save, the end of the fit.
+    wait for it), and a thread writes from these, by the same code, while training continues. One write is in flight;
+    the next save waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
 
     Attributes:
         failed: a write in the background has failed on this process; ``wait`` raises its error.
@@ -79,6 +77,7 @@ class Saver:
         self._write: _Write | None = None
         self._thread: threading.Thread | None = None
 
+    @timed_in_run("save_checkpoint")
     @timed("saving a checkpoint")
     def save(
         self,
@@ -87,30 +86,34 @@ class Saver:
         background: bool | None = False,
         after: Callable[[], Any] = _nothing,
         settled: Callable[[BaseException | None], Any] = _nothing,
+        storage_options: Any = None,
     ) -> None:
-        """Write one checkpoint of the run as it stands to every path. Every rank must call.
+        """Write one checkpoint of the run to every path. Every rank must call.
 
         Args:
             paths: files, or folders under a strategy that writes in parts.
             weights_only: leave out what only a resume needs.
-            background: return when the state is copied; None: if it is large enough for that to be the quicker way.
-            after: called on rank 0 when the files are on the disk, in the background if they are written there.
-            settled: called with None, or the error, when it is known; in the background not before the next call here.
+            background: return when the state is copied; None: if that is faster, because the state is large.
+            after: called on rank 0 when the files are on the disk, in the thread that wrote them.
+            settled: called in the main thread with None or the error; for a background write, by the next call here.
+            storage_options: for the CheckpointIO.
 
         Raises:
-            OSError: a file could not be written, this one or that of the save before.
+            OSError: a file could not be written, of this save or the previous one.
         """
         self.wait()
         self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
-        strategy = self._run.holder
+        strategy, io = self._run.holder, self._run.trainer.checkpoint_io
+        if io.in_background is not None and not in_parts:
+            background = io.in_background
         if background is None:
             slow = any(storage.is_remote(path) for path in paths)
             background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
         if background:
             strategy = strategy.beside() if in_parts else strategy
             checkpoint = self._copied(checkpoint) if in_parts or strategy.is_global_zero else {}
-        self._write = _Write(checkpoint, paths, in_parts, strategy, after, settled)
+        self._write = _Write(checkpoint, paths, storage_options, in_parts, io, strategy, after, settled)
         if not background:
             self._write.run()
             self.wait()
@@ -124,7 +127,7 @@ class Saver:
         self.failed = write.error is not None
 
     def _claim(self, paths: Sequence[Any]) -> None:
-        """Hold the folders while the run lasts; they are made here, so that they can be held."""
+        """Create the folders and lock them for the rest of the run."""
         if self._run.state.fn is None or not self._run.strategy.is_global_zero:
             return
         places = [storage.location(path) for path in paths]
@@ -147,15 +150,12 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A copy that training does not change; what a file cannot hold is an error here, not in the thread."""
+        """Return a copy that training does not change; raises here, not in the thread, for what a file cannot hold."""
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 
+    @timed_in_run("wait_for_checkpoint")
     def wait(self, together: bool = True) -> None:
-        """Return when the write in flight, if there is one, has ended; raise its error, on every rank.
-
-        Args:
-            together: every rank calls; False after an error, when the others may not.
-        """
+        """Wait for the write in flight; raise its error on every rank. All call, unless ``together=False``."""
         write = self._write
         if write is None:
             return
@@ -174,7 +174,7 @@ class Saver:
         write.settled(None)
 
     def close(self) -> None:
-        """Give the buffers back. No write may be in flight."""
+        """Free the buffers. No write may be in flight."""
         self._buffers = Buffers()
 
 

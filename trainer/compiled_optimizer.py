@@ -1,4 +1,4 @@
-"""An optimizer as torch's compiler is to see it: its own code and state, and a learning rate that is no constant."""
+"""An optimizer as torch's compiler sees it: its own code and state, with a learning rate that is not a constant."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ _OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass_
 class TracedOptimizer:
     """Steps an optimizer inside a compiled function.
 
-    Torch breaks the graph at ``Optimizer.step``, looks for gradients before they are computed in the graph, and takes
-    each learning rate for a constant. So what is traced is the ``step`` of the optimizer's class on an object that is
-    no ``Optimizer``, but shares attributes and state with it; its parameter groups are copies, with the learning rate
-    in a tensor. Those of the optimizer stay what they are: numbers that schedulers set and anybody may read.
+    Torch breaks the graph at ``Optimizer.step``, looks for gradients before the graph computes them, and treats each
+    learning rate as a constant. So the ``step`` of the optimizer's class is traced on an object that is not an
+    ``Optimizer``, but shares attributes and state with it. Its parameter groups (``groups``) are copies with the
+    learning rate in a tensor; the optimizer's own keep numbers, which schedulers set.
 
     Args:
         optimizer: stepped by the graph from then on.
-        cycled: a scheduler changes its momentum, which Adam and its like have in ``betas``.
-
-    Attributes:
-        groups: the copies.
+        cycled: a scheduler changes its momentum, which optimizers such as Adam have in ``betas``.
     """
 
     def __init__(self, optimizer: Optimizer, cycled: bool = False) -> None:
@@ -48,7 +45,7 @@ class TracedOptimizer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring the copies up to what schedulers and others have made of the groups."""
+        """Update the copies: schedulers and others may have changed the groups."""
         given = self.optimizer.param_groups
         if len(given) != len(self.groups):
             self.groups[:] = [{} for _ in given]
@@ -72,10 +69,9 @@ class TracedOptimizer:
             self.raw_step(self.seen)
 
     def settle(self, static: bool) -> None:
-        """Bring counters of steps to where the graph needs them, and tell it that the state stays where it is.
+        """Move step counters to where the graph needs them.
 
-        Args:
-            static: for CUDA graphs, which write to the same memory at each replay.
+        With ``static`` also fix the state's memory, for CUDA graphs, which write to the same memory at each replay.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -88,7 +84,7 @@ class TracedOptimizer:
 
 
 class _Data:
-    """A number of a group as a tensor, which a graph takes for data rather than for a constant."""
+    """A number of a group as a tensor, which a graph treats as data instead of a constant."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -106,7 +102,7 @@ class _Data:
 
 
 def _without_torch_wrappers(step: Any) -> Any:
-    """The ``step`` of a class under what torch wraps around it, which breaks graphs; wrappers of others stay."""
+    """The ``step`` of a class without torch's wrappers, which break graphs; others' wrappers stay."""
     while hasattr(step, "__wrapped__") and step.__code__.co_filename == _TORCHS:
         step = step.__wrapped__
     return step

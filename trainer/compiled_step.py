@@ -1,8 +1,7 @@
 """``Trainer(compile="step")``: forward, loss, backward, clipping and the optimizer's step as one compiled graph.
 
-Torch traces ``training_step``, ``torch.autograd.grad`` and the optimizer's own code into one graph, or says why it
-cannot: nothing falls apart into several graphs unnoticed. What stays outside are counters and ``self.log``, whose
-values come out of the graph and are logged when it has run.
+Torch traces ``training_step``, ``torch.autograd.grad`` and the optimizer's own code into one graph, or raises an error
+that says why it cannot. Only counters and ``self.log`` stay outside: the graph returns the values to log.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ..strategies.compile_networks import arguments_of, scope_of
+from ..strategies.item_weighting import final_factor, weighed
 from ..strategies.recompile_watch import advice_for, watch_compiling
 from ..torch_private import compiler_errors, on_compiling, tracing_whole_steps
 from .compiled_optimizer import TracedOptimizer
 from .compiled_step_checks import check_optimizers, check_trainer, cycles_momentum
 from .microbatch_metrics import Heard, listened
-from .profiling import wrap_bound
+from .profiling import by_strategy
 from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
@@ -30,17 +30,14 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-#: So many shapes of batches have a graph of their own; further ones share one for shapes that change.
+#: Number of batch shapes with their own graph; further shapes share one graph for all shapes.
 MOST_SHAPES = 4
 
 
 class Switches:
-    """Switches of torch's that a whole step is traced with, on while one is compiled and as they were at other times.
+    """Switches of torch for tracing a whole step, set only while one compiles: setting them in every step is slow.
 
-    Setting them costs too much for every step, and which step compiles is known when it begins to.
-
-    Attributes:
-        wanted: a whole step is under way.
+    ``wanted``: a whole step is running.
     """
 
     def __init__(self) -> None:
@@ -48,7 +45,7 @@ class Switches:
         self._on: ExitStack | None = None
 
     def install(self) -> Switches:
-        """Be told when torch compiles; returns itself."""
+        """Register with torch's compiler; returns itself."""
         on_compiling(self._begin, self._end)
         return self
 
@@ -76,12 +73,8 @@ _fits = count(1)
 class WholeStep:
     """The compiled functions of a fit, and what they read.
 
-    Args:
-        run: with its module and optimizer set up.
-        forward: the training step, bound.
-
     Attributes:
-        accumulate: micro-batches a window.
+        accumulate: micro-batches in a window.
         primed: the optimizer has made its state, so the graph can be compiled once for all steps.
     """
 
@@ -90,10 +83,7 @@ class WholeStep:
         self.owner = type(run.module).__name__
         self.module, self.store = run.module, run.metrics
         self.accumulate = run.trainer.accumulate_grad_batches
-        self.clip_value, self.clips_value = (
-            run.trainer.gradient_clip_val,
-            run.trainer.gradient_clip_algorithm == "value",
-        )
+        self.clipping = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
         self.optimizer = TracedOptimizer(run.optimizers[0], cycles_momentum(run))
         self.primed = False
         self.number = next(_fits)
@@ -110,21 +100,15 @@ class WholeStep:
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
 
     def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
-        """A function compiled by itself: what torch compiles, and learns of shapes, it keeps by name of the code.
-
-        Args:
-            name: shows in what torch says about it.
-            function: takes ``*args``.
-            more: arguments for ``torch.compile``.
-        """
+        """Compile a function under its own name, by which torch keeps compiled code and known shapes."""
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
-        return wrap_bound(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
+        return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
-        """What runs a batch: for each shape a graph of its own, so that it does not matter which came first.
+        """The function for a batch, with a graph of its own for each shape.
 
-        Torch would make one graph for all shapes as soon as it sees a second one, and a run that goes on from a
-        checkpoint, which may see them in another order, would round differently.
+        Torch would make one graph for all shapes when it sees a second one, and a resumed run, which may see them in
+        another order, would round differently.
         """
         key = shapes_of(batch) if self.by_shape else None
         found = self.batch_steps.get(key)
@@ -143,20 +127,20 @@ class WholeStep:
     # ---- what torch traces -----------------------------------------------------------------------------------------
 
     def trace_batch(
-        self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: float | None
+        self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: Any
     ) -> tuple[Any, bool, Any]:
-        """One micro-batch and, where it completes its window, the update.
+        """One micro-batch and, if it is the last of its window (``complete``), the update.
 
         Args:
             batch: on its device.
-            batch_idx: its place in the epoch.
+            batch_idx: its index in the epoch.
             by_items: whether ``num_items`` is expected.
-            before: items of the window's earlier micro-batches, float64 of shape (); None: there are none.
-            complete: it is the window's last.
-            factor: what completes the window's gradients, unless they are weighed by items.
+            before: items of the window's earlier micro-batches, float64 of shape (), or None.
+            complete: whether it is the window's last.
+            factor: the final factor of the window's gradients, unless they are weighed by items.
 
         Returns:
-            The output without its graph, whether there was a loss to learn from, and the window's items with these.
+            The detached output, whether there was a usable loss, and the window's items so far.
         """
         output = self.forward(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -166,7 +150,7 @@ class WholeStep:
             return with_tensors(output, Tensor.detach), False, before
         total: Any = None
         if items is not None:
-            loss = loss * (items / (self.unit or 1.0))
+            loss = weighed(loss, items, self.unit)
             total = torch.as_tensor(items, dtype=torch.float64, device=loss.device).detach()
             total = total if before is None else before + total
         elif self.accumulate > 1:
@@ -174,12 +158,12 @@ class WholeStep:
         self.trace_gradients(loss, complete)
         if complete:
             if total is not None:
-                factor = (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+                factor = final_factor(total, self.unit)
             self.trace_update(factor)
         return with_tensors(output, Tensor.detach), True, total  # backward has used up the graph
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Backward; what the window had already is added up in place while it goes on."""
+        """Backward; inside a window gradients are added in place."""
         parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -201,25 +185,21 @@ class WholeStep:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
-        if self.clip_value is not None:
-            clip = self.strategy.clip_by_value if self.clips_value else self.strategy.clip_by_norm
-            clip(parameters, float(self.clip_value))
+        value, algorithm = self.clipping
+        if value is not None:
+            self.strategy.clip(parameters, value, algorithm)
         self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
     def hear(self, name: str, value: Any, options: Any) -> Heard:
-        """Take one call of ``self.log``."""
+        """Handle one call of ``self.log``."""
         return _Detached(self.heard, name, options)
 
     # ---- what the step calls ---------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call one of the compiled functions, then log what was logged in it.
-
-        Raises:
-            RuntimeError: torch cannot make one graph of it.
-        """
+        """Call one of the compiled functions, then log what it logged; a RuntimeError if it is not one graph."""
         self.optimizer.refresh()
         self.heard.clear()
         self.switches.wanted = True
@@ -240,7 +220,7 @@ class WholeStep:
         return found
 
     def problem(self, error: Exception) -> RuntimeError:
-        """The error for a step that torch does not trace into one graph."""
+        """The error for a step that torch cannot trace into one graph."""
         why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
         return RuntimeError(
             f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
@@ -256,7 +236,7 @@ class WholeStep:
         return f"it had to compile it again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
-        """What of the step torch does not know how to trace, and what to do."""
+        """What torch cannot trace, and what to do."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[0] if lines else type(error).__name__
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
@@ -270,30 +250,18 @@ class WholeStep:
         return f"{said}{': ' + why if why else ''}.{where}", advice
 
     def step(self, losses: LossReader) -> CompiledStep:
-        """The step of an epoch, bound to what callbacks left of accumulation.
-
-        Args:
-            losses: knows the form of the losses.
-        """
+        """The step of an epoch; callbacks may have changed the accumulation since the last one."""
         check_trainer(self.run.trainer)
         return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
-        """The optimizer has its state: from here on steps are compiled."""
+        """Compile steps from now on: the optimizer has its state."""
         self.optimizer.settle(static=self.replays)
         self.primed = True
 
 
 def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
-    """What compiles the whole training step of a fit; None if that was not asked for.
-
-    Args:
-        run: with its module and optimizers set up.
-        forward: the training step, bound.
-
-    Raises:
-        ValueError: an optimizer that does not go with it.
-    """
+    """The compiler of a fit's whole training step, or None; a ValueError for an optimizer that it does not support."""
     if scope_of(run.trainer.compile) not in ("step", "graphs"):
         return None
     check_optimizers(run)
@@ -303,8 +271,8 @@ def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
 class CompiledStep(TrainStep):
     """A step that calls one compiled function a batch.
 
-    The first update of a training runs as usual: in it the optimizer makes its state, and mistakes in
-    ``training_step`` show as what they are.
+    The first update of a fit runs uncompiled: the optimizer makes its state, and mistakes in ``training_step`` raise
+    their own errors.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
@@ -338,14 +306,14 @@ class CompiledStep(TrainStep):
         return output
 
     def items(self) -> Tensor | None:
-        """What the window has so far, if losses are weighed by items."""
+        """The window's items so far, if losses are weighed by items."""
         items = self.losses.window.items
         if not self.state.window or not self.losses.by_items:
             return None
         return torch.as_tensor(items, dtype=torch.float64, device=self.run.strategy.device)
 
     def left_out(self, output: Any) -> Outputs:
-        """A batch without a loss to learn from: to be skipped, or the error that says what is wrong with it."""
+        """Skip a batch without a usable loss, or raise the error that says what is wrong with it."""
         losses = self.losses
         losses.form_known, losses.by_items = True, losses.window.unit is not None
         loss = losses.read(output)
@@ -368,7 +336,7 @@ class CompiledStep(TrainStep):
         self.count_update()
 
     def count_update(self) -> None:
-        """The update that the graph has made."""
+        """Count the update that the graph has made."""
         state = self.state
         state.window = 0
         state.stepped = True
@@ -377,14 +345,14 @@ class CompiledStep(TrainStep):
 
 
 class _Detached(Heard):
-    """One call of ``self.log`` inside the graph, in which backward uses up the graph behind the value."""
+    """One call of ``self.log`` inside the graph. The value is detached, because backward frees its graph."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         super().update(value.detach() if isinstance(value, Tensor) else value, batch_size)
 
 
 def shapes_of(batch: Any) -> Any:
-    """The shapes of a batch's tensors, to tell batches apart; what is no collection of tensors is like any other."""
+    """The shapes of a batch's tensors; None for everything that is not a collection of tensors."""
     if isinstance(batch, Tensor):
         return batch.shape
     if isinstance(batch, Mapping):
@@ -395,7 +363,7 @@ def shapes_of(batch: Any) -> Any:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with its tensors changed; what is no plain collection stays as it is."""
+    """Apply ``change`` to the tensors in plain collections."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What does not go with a training step that is compiled as a whole, said before anything runs."""
+"""Errors for everything that a training step compiled as a whole does not support, before anything runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS, Optimizer
 
-from ..callbacks.loss_guard import LossGuard
+from ..callbacks.base import Callback, overridden
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
-from .hooks import overridden
+from .module import TrainingModule
 
 if TYPE_CHECKING:
     from .run import Run
@@ -26,11 +26,7 @@ _INSTEAD = "or use compile=True, which compiles the networks and leaves the step
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise for a trainer that cannot run its step as one graph.
-
-    Raises:
-        ValueError: what it was given contradicts ``compile``.
-    """
+    """Raise a ValueError for a trainer that cannot run its step as one graph."""
     scope, strategy = scope_of(trainer.compile), trainer.strategy
     if scope not in ("step", "graphs"):
         return
@@ -64,15 +60,9 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_module(run: Run) -> None:
-    """Raise for what a module and callbacks do in the middle of a step, where a graph has no place for it.
-
-    Raises:
-        ValueError: the name of what hinders, and what to do.
-    """
+    """Raise a ValueError for a module or callback that acts in the middle of a step, which a graph cannot contain."""
     check_trainer(run.trainer)  # a callback may have changed it since
     module, owner = run.module, type(run.module).__name__
-    from .module import TrainingModule
-
     if not module.automatic_optimization:
         _refuse(run, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
     if takes_iterator(module.training_step):
@@ -81,7 +71,7 @@ def check_module(run: Run) -> None:
         if overridden(module, name, TrainingModule) is not None:
             _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
+        if overridden(callback, "around_training_step", Callback) is not None:
             _refuse(run, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
     for name in HOOKS:
         for hook in getattr(run.hooks, name):
@@ -91,11 +81,7 @@ def check_module(run: Run) -> None:
 
 
 def check_optimizers(run: Run) -> None:
-    """Raise for optimizers whose step is more than one pass of their own code.
-
-    Raises:
-        ValueError: the name of what hinders, and what to do.
-    """
+    """Raise a ValueError for optimizers whose step is more than one pass of their own code."""
     found = run.optimizers
     if len(found) != 1:
         _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")

@@ -1,4 +1,4 @@
-"""Where a run's loaders come from, how many batches each gives, and what is asked of them."""
+"""The loaders of a run: where they come from, and how many batches each yields."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..data.loaders import (
 )
 from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
 from .hooks import overridden
+from .module import TrainingModule
 
 if TYPE_CHECKING:
     from .run import Run
@@ -39,12 +40,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run: given to the entry point, or made by the hooks of the DataModule or the module.
-
-    Args:
-        run: whose limits apply.
-        given: loaders by stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``); None where there are none.
-    """
+    """The loaders of one run: those passed to the entry point (``given``, by stage), else from the loader hooks."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run
@@ -54,9 +50,9 @@ class DataSource:
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
         self._loaded_at = 0
         self._agreed_on: Any = None
-        self._is_elsewhere = False  # the run that this is of was made by other processes
-        self._is_mine = False  # the training loader was split here, so that all ranks have to draw one order
-        #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
+        self._is_elsewhere = False  # other processes made the run
+        self._is_mine = False  # the training loader was split here, so that all ranks must draw the same order
+        #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
         self.last_share = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
@@ -75,8 +71,6 @@ class DataSource:
             )
 
     def _hook(self, stage: str) -> Callable[[], Any] | None:
-        from .module import TrainingModule
-
         run, name = self.run, HOOK[stage]
         found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
         return found or overridden(run.trainer.training_module, name, TrainingModule)
@@ -123,7 +117,7 @@ class DataSource:
         return shard(loader, strategy.data_rank, strategy.num_data_ranks)
 
     def agree_on_length(self) -> None:
-        """Let all ranks make as many training batches as the one with the fewest; said once, with the numbers."""
+        """Let all ranks train on as many batches as the rank with the fewest, and report it."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
@@ -143,14 +137,14 @@ class DataSource:
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """What asks, batch by batch, whether every rank has one; None where the number is known beforehand."""
+        """A function that asks, for each batch, whether every rank has one; None if the number is known beforehand."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
+        """Call the loader hooks again if ``reload_dataloaders_every_n_epochs`` says so."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
@@ -159,14 +153,13 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """After how many batches to validate; inf: after the epoch's last."""
+        """The number of batches between validations; inf: validate after the epoch's last."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
-                    "epoch, so "
-                    "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, "
+                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -174,8 +167,7 @@ class DataSource:
         if batches == INF:
             raise ValueError(
                 f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
-                "length. "
-                "Pass a number of batches (an int), or give the loader a __len__."
+                "length. Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
 
@@ -183,8 +175,6 @@ class DataSource:
 
     def validates(self) -> bool:
         """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
-        from .module import TrainingModule
-
         run = self.run
         loader = self.defined("validate")
         step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None
@@ -212,7 +202,7 @@ class DataSource:
         return loaders, limits
 
     def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """Make the loaders of a stage, once; with them the number of batches each gives."""
+        """Make the loaders of a stage, once, with the number of batches that each yields."""
         run = self.run
         if kind not in self.eval:
             loaders = eval_loaders(self._load(kind))
@@ -226,12 +216,12 @@ class DataSource:
         return self.eval[kind]
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
-        """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
+        """A function that returns the sample indices of each next batch; None if the order is not known beforehand."""
         indices = batch_indices(loader)
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """Leave the loaders as they were given, without worker processes; once a run has ended."""
+        """Leave the loaders as they were passed, without worker processes, at the end of a run."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):
@@ -243,7 +233,7 @@ class DataSource:
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Tell what a run in other processes had: the loaders, if they were given, and each process's batches."""
+        """Show what a run in other processes had: the loaders that were passed, and the number of batches."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
@@ -251,7 +241,7 @@ class DataSource:
         self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
 
     def name_of(self, leaf: Any) -> str | None:
-        """What the person calls a loader of this run, which may be one of several; None if it is another's."""
+        """The user's name for a loader of this run, which may be one of several; None for another run's loader."""
         if any(one is leaf for one in leaves_of(self.train_loader)):
             return HOOK["train"]
         for kind, (loaders, _) in self.eval.items():
@@ -263,15 +253,15 @@ class DataSource:
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
     def length(self, loader: Any) -> int | float:
-        """Batches a loader says it has, or inf."""
+        """The loader's length in batches, or inf."""
         return count_batches(loader, None, "dataloader")
 
     def length_known(self) -> bool:
-        """Whether the training loader says how many batches it has."""
+        """Whether the training loader has a length."""
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """After how many training batches to stop fetching; inf where the loader ends there by itself."""
+        """The number of training batches to fetch; inf if the loader ends there by itself."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The loggers and callbacks of a run: the user's, and those that come by default."""
+"""The loggers and callbacks of a run: the user's, and the defaults."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Callback, overridden
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.model_summary import ModelSummary
+from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from ..callbacks.progress import ProgressBar
+from ..callbacks.timer import Timer, to_timedelta
 from ..checkpoint import storage
 from ..loggers.base import DummyLogger, Logger
 
@@ -15,8 +20,12 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-#: Switches of the Trainer and the kind of callback they are about.
-SWITCHED = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+#: Switches of the Trainer, with the kind of callback that each adds.
+SWITCHED: dict[str, type[Callback]] = {
+    "enable_progress_bar": ProgressBar,
+    "enable_model_summary": ModelSummary,
+    "enable_checkpointing": ModelCheckpoint,
+}
 
 
 def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
@@ -61,25 +70,20 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
 
 
 def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
-    """The user's callbacks in their order, the defaults that are not there yet, those that save last."""
-    from ..callbacks.timer import Timer, to_timedelta
-
+    """The user's callbacks and the defaults, in call order."""
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
-    for name in SWITCHED:
-        kind = _kind(name)
-        if (
-            getattr(trainer, name) is not False
-            and not trainer.barebones
-            and not any(isinstance(c, kind) for c in found)
-        ):
+    for name, kind in SWITCHED.items():
+        wanted = getattr(trainer, name) is not False and not trainer.barebones
+        if wanted and not any(isinstance(c, kind) for c in found):
             found.append(_default(kind))
     if max_time is not None:
-        if any(isinstance(c, Timer) for c in found):
+        timer = Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds)
+        if any(callback.state_key == timer.state_key for callback in found):
             raise ValueError(
                 f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
             )
-        found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
+        found.append(timer)
     elif grace_seconds:
         raise ValueError(
             f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
@@ -102,10 +106,10 @@ def _given_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
-    """Raise if one of the callbacks is of a kind that the Trainer was told to leave out."""
-    for name in SWITCHED:
+    """Raise for a callback of a kind that is switched off."""
+    for name, kind in SWITCHED.items():
         off = getattr(trainer, name) is False
-        asked = next((c for c in callbacks if isinstance(c, _kind(name))), None)
+        asked = next((c for c in callbacks if isinstance(c, kind)), None)
         if asked is not None and (off or trainer.barebones):
             flag = f"{name}=False" if off else "barebones=True"
             raise ValueError(
@@ -113,18 +117,7 @@ def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
             )
 
 
-def _kind(switch: str) -> type[Callback]:
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.model_summary import ModelSummary
-    from ..callbacks.progress import ProgressBar
-
-    kinds: tuple[type[Callback], ...] = (ProgressBar, ModelSummary, ModelCheckpoint)
-    return kinds[SWITCHED.index(switch)]
-
-
 def _default(kind: type[Callback]) -> Callback:
-    from ..callbacks.progress import ProgressBar
-
     if kind is ProgressBar:
         from ..callbacks.rich_progress import RichProgressBar
 
@@ -133,10 +126,7 @@ def _default(kind: type[Callback]) -> Callback:
 
 
 def order(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks that tune come first, so that the others see what was found; those that save last."""
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-
+    """Move callbacks with ``runs_first`` to the front and those that save to the end."""
     last = (ModelCheckpoint, OnExceptionCheckpoint)
     saving = [c for c in callbacks if isinstance(c, last)]
     others = [c for c in callbacks if not isinstance(c, last)]
@@ -144,13 +134,13 @@ def order(callbacks: list[Callback]) -> list[Callback]:
 
 
 def check_state_keys(callbacks: list[Callback]) -> None:
-    """Raise if one callback is there twice, or two would save their state under one key."""
+    """Raise if a callback is passed twice, or two would save their state under one key."""
     seen: dict[str, Callback] = {}
     for place, callback in enumerate(callbacks):
         name = type(callback).__name__
         if any(callback is other for other in callbacks[:place]):
             raise ValueError(
-                f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out."
+                f"The callbacks contain the same {name} twice, so it would do everything twice. Leave one out."
             )
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..callbacks.base import Callback
 from ..data.batches import Batches
 from ..data.sharding import surplus
 from ..torch_private import pytree
-from . import phases, profiling
+from . import phases
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
+from .module import TrainingModule
 from .shared_step_values import keep_step, stand_by
 from .state import Pending
 
@@ -25,16 +27,17 @@ Kind = Literal["validate", "test", "predict"]
 
 #: What hooks call a stage.
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
+#: What a profiler calls the fetching of their batches.
+FETCHES = {
+    kind: f"[_EvaluationLoop].{word}_next"
+    for kind, word in (("validate", "val"), ("test", "test"), ("predict", "predict"))
+}
 
 
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    Args:
-        run: prepared, with its module set up.
-        kind: ``"validate"``, ``"test"`` or ``"predict"``.
-        keep_predictions: collect what ``predict_step`` returns; otherwise nothing outlives its batch.
-        gather: collect it from all ranks.
+    With ``keep_predictions`` it collects what ``predict_step`` returns, with ``gather`` from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -51,10 +54,9 @@ class EvalLoop:
         return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
-        """One pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
+        """Run one pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
 
-        Args:
-            zero_grad: tell the module that gradients may be freed (validation between two windows of a fit).
+        ``zero_grad``: tell the module that gradients may be freed (a validation between two windows of a fit).
         """
         run = self.run
         loaders, limits = run.source.evaluation(self.kind)
@@ -71,8 +73,6 @@ class EvalLoop:
 
     def switch(self, what: str) -> None:
         """Call the module's ``on_<stage>_model_<what>``."""
-        from .module import TrainingModule
-
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
@@ -111,7 +111,7 @@ class EvalLoop:
         ]
 
     def started(self) -> bool:
-        """Call the hooks at the start; whether one of them chose another batch size, so that loaders are made anew."""
+        """Call the hooks at the start; return whether one of them chose another batch size and dropped the loaders."""
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
@@ -141,7 +141,7 @@ class EvalLoop:
         after_step, after_hooks = places = metrics.sharings()
         stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in profiling.fetched(run, self.in_step(batches, known), self.kind):
+            for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop
@@ -183,17 +183,17 @@ class EvalLoop:
             )
 
     def may_stop(self, known: float) -> bool:
-        """Whether a signal stops this pass between two batches: a fit finishes its validations.
+        """Whether a signal stops this pass between two batches.
 
-        Nor is a pass left whose batches are not as many on all ranks, as far as is ``known``: those that are done would
-        wait for the others at its end.
+        Not in a fit, which finishes its validations, and not if ranks may have different numbers of batches (the length
+        is not ``known``): ranks at the end of the pass would wait for those that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
         return alike and run.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
-        """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""
+        """Every rank's outputs in the order of the data: one batch per rank, in rank order, then the next."""
         strategy = self.run.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
         found = strategy.gather_objects((strategy.data_rank, outputs))
@@ -202,16 +202,16 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with whether it counts."""
+        """The batches, each with a flag whether it counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
 
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
-        """Where a forward pass takes all ranks and nobody knows how many batches they have.
+        """The batches if a forward pass needs all ranks and their numbers of batches are unknown.
 
-        A rank that is done repeats its last one, which counts for nothing, until all are.
+        A rank without further batches repeats its last one, which does not count, until all ranks are done.
         """
         strategy = self.run.strategy
         iterator, end, last = iter(batches), object(), None
@@ -225,14 +225,11 @@ class EvalLoop:
             yield last, batch is not end
 
     def writes(self) -> bool:
-        """Whether somebody looks at the indices of the samples in a predicted batch."""
+        """Whether a hook may read the sample indices of a predicted batch."""
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self) -> None:
-        """With several loaders batch hooks also get ``dataloader_idx``: those that cannot take it are named now."""
-        from ..callbacks.base import Callback
-        from .module import TrainingModule
-
+        """Raise for batch hooks that cannot take ``dataloader_idx``, which they get with several loaders."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
@@ -241,3 +238,20 @@ class EvalLoop:
                 method = overridden(owner, name, base)
                 if method is not None:
                     check_signature(owner, name, method, extra=1)
+
+
+def show_results(results: list[dict[str, float]], fn: str) -> None:
+    """Print the logged values, a column per loader."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for one in results for name in one))
+    if not names:
+        return
+    table = Table(title=fn.capitalize())
+    table.add_column("Metric")
+    for idx in range(len(results)):
+        table.add_column("Value" if len(results) == 1 else f"Loader {idx}", justify="right")
+    for name in names:
+        table.add_row(name, *(f"{one[name]:.6g}" if name in one else "" for one in results))
+    Console(soft_wrap=True).print(table)

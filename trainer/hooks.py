@@ -1,4 +1,4 @@
-"""Who is called at each hook: found once when a run starts, so that a step asks nobody."""
+"""What each hook calls: found once when a run starts, so that a step looks nothing up."""
 
 from __future__ import annotations
 
@@ -9,55 +9,35 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import HOOKS, Callback, overridden
+from ..callbacks.base import HOOKS, OTHER_METHODS, Callback, overridden
+from ..data.datamodule import DataModule
 from ..messages import owner_of
-from .profiling import wrap_hooks
+from .module import TrainingModule
 
 if TYPE_CHECKING:
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
     from .trainer import Trainer
 
 Bound = Callable[..., Any]
 
-#: What a module can define that no callback has.
+_LOADERS_AND_TRANSFERS = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+#: Methods that a module can define and a callback cannot.
 MODULE_METHODS = (
-    "prepare_data",
-    "configure_model",
-    "configure_callbacks",
-    "configure_optimizers",
-    "configure_gradient_clipping",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "on_validation_model_zero_grad",
+    *("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers", "configure_gradient_clipping"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_zero_grad"),
     *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
+    *_LOADERS_AND_TRANSFERS,
 )
 DATA_METHODS = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "on_exception",
-    "state_dict",
-    "load_state_dict",
-    *MODULE_METHODS[MODULE_METHODS.index("train_dataloader") :],
+    *("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict"),
+    *_LOADERS_AND_TRANSFERS,
 )
-STATE = ("state_dict", "load_state_dict")
-#: The steps take a choice of arguments, which ``binding.py`` examines.
+#: Steps, whose arguments ``bind_steps.py`` checks.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Hooks of other versions of Lightning, which nobody calls here, and those that took their place.
+#: Hooks of other versions of Lightning, which are never called here, and their replacements.
 MOVED = {
     "on_init_start": "setup",
     "on_init_end": "setup",
@@ -77,31 +57,27 @@ MOVED = {
     "configure_sharded_model": "configure_model",
 }
 
-_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
-    """The method to call where one is needed: ``owner``'s, or that of ``base`` if ``owner`` says None."""
+    """The owner's method, or that of ``base`` if the owner's is None."""
     return overridden(owner, name, base) or partial(getattr(base, name), owner)
 
 
 class HookTable:
-    """For each hook the callables that define it, in call order, with ``trainer`` and module already applied.
+    """The callables of each hook in call order, with ``trainer`` and module already applied.
 
-    ``table.on_train_batch_end`` is a tuple: empty when nobody defines the hook. The callbacks come before the module;
-    where a batch or a validation has ended those that run last (checkpoints) come after it, so that they save what its
-    hook did. ``on_train_epoch_end`` holds the callbacks that do not monitor and the module;
-    ``on_train_epoch_end_monitors`` the callbacks that do.
+    ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module, but at
+    the end of a batch or a validation those with ``runs_last`` come after it, to save what its hook did.
+    ``on_train_epoch_end_monitors`` has the callbacks that monitor metrics, ``on_train_epoch_end`` the others.
     """
 
     def __init__(
         self, trainer: Trainer, module: TrainingModule, callbacks: Sequence[Callback], datamodule: DataModule | None
     ) -> None:
-        from ..data.datamodule import DataModule
-        from .module import TrainingModule
-
         for callback in callbacks:
-            check(callback, Callback, (*HOOKS, *STATE))
+            check(callback, Callback, (*HOOKS, *OTHER_METHODS))
         check(module, TrainingModule, (*HOOKS, *MODULE_METHODS))
         if datamodule is not None:
             check(datamodule, DataModule, DATA_METHODS)
@@ -109,34 +85,36 @@ class HookTable:
         theirs = [(callback, Callback, (trainer, module)) for callback in callbacks]
         own = [(module, TrainingModule, ())]
         self.on_train_epoch_end: tuple[Bound, ...] = ()
+        bind = partial(_bind, trainer.profiler.around)
         for name in HOOKS:
             owners = [*data, *theirs, *own] if name in ("setup", "teardown", "on_exception") else [*theirs, *own]
-            setattr(self, name, tuple(_bind(owners, name)))
+            setattr(self, name, tuple(bind(owners, name)))
         savers = [owner for owner in theirs if owner[0].runs_last]
         others = [owner for owner in theirs if not owner[0].runs_last]
         for name in ("on_train_batch_end", "on_validation_end"):
-            setattr(self, name, tuple(_bind([*others, *own, *savers], name)))
+            setattr(self, name, tuple(bind([*others, *own, *savers], name)))
         quiet = [owner for owner in theirs if not owner[0].monitors_metrics]
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
-        self.on_train_epoch_end = tuple(_bind([*quiet, *own], "on_train_epoch_end"))
-        self.on_train_epoch_end_monitors = tuple(_bind(monitors, "on_train_epoch_end"))
-        self.prepare_data = tuple(_bind([*data, *own], "prepare_data"))
-        if trainer.profiler.active:
-            wrap_hooks(trainer.profiler, self)
+        self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
+        self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
+        self.prepare_data = tuple(bind([*data, *own], "prepare_data"))
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")
 
 
-def _bind(owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str) -> Iterable[Bound]:
+def _bind(
+    around: Callable[..., Bound], owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str
+) -> Iterable[Bound]:
     for owner, base, given in owners:
         method = overridden(owner, name, base)
         if method is not None:
-            yield partial(method, *given) if given else method
+            who = owner.state_key if base is Callback else type(owner).__name__
+            yield around(f"[{base.__name__}]{who}.{name}", partial(method, *given) if given else method)
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:
-    """Raise for what looks like a misspelled hook of ``owner``, and for a hook that cannot be called as it will be."""
+    """Raise for a likely misspelled hook of ``owner``, and for a hook with the wrong signature."""
     for name in own_methods(owner, base):
         if name not in known:
             meant = meant_hook(owner, base, name, known)
@@ -152,14 +130,14 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
 
 
 def own_methods(owner: Any, base: type) -> list[str]:
-    """Names of the callables that ``owner`` has and ``base`` has not."""
+    """Names of the callables that ``owner`` has and ``base`` does not."""
     carried = [name for name, value in vars(owner).items() if callable(value)]
     defined = [name for name in dir(type(owner)) if callable(getattr(type(owner), name, None))]
     return [name for name in (*defined, *carried) if not name.startswith("_") and not hasattr(base, name)]
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """The hook that ``name`` is a misspelling or an old name of; None if it is a name of the user's own."""
+    """The hook that ``name`` misspells, or is an old name of; None if it is the user's own name."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -168,14 +146,7 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 
 
 def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
-    """Raise if ``method`` cannot be called the way the loop will call it.
-
-    Args:
-        owner: the callback, module or DataModule.
-        name: the hook.
-        method: its bound method.
-        extra: further positional arguments (``dataloader_idx`` with several loaders).
-    """
+    """Raise if the hook ``name`` cannot be called as the loop will call it, with ``extra`` also ``dataloader_idx``."""
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
@@ -197,7 +168,7 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
 
 
 def calling_hook() -> str:
-    """The hook or step of the user's that is running, as the call stack shows it; empty if it shows none."""
+    """The user's hook or step that is running, read from the call stack; empty if it shows none."""
     frame = sys._getframe(1)
     while frame is not None and owner_of(frame) == "package":  # self.log and what it calls
         frame = frame.f_back
@@ -209,10 +180,7 @@ def calling_hook() -> str:
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
-    """What the loop passes to a hook of ``owner``, by the hook's own definition."""
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
-
+    """The arguments that the loop passes to a hook of ``owner``."""
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

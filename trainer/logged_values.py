@@ -1,4 +1,4 @@
-"""Logged values as a user reads them: where one is missing, the error says when it comes."""
+"""Logged values as a user reads them: the error for a missing one says when it will be available."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _ENDS = {"train": "the training epoch", "validate": "the validation", "test": "t
 
 
 class MissingValueError(KeyError):
-    """No value of that name is there.
-
-    Args:
-        name: what was asked for.
-        text: why it is not there, and when it comes.
-    """
+    """There is no value ``name``; ``text`` says why, and when there will be one."""
 
     def __init__(self, name: Any, text: str = "") -> None:
         super().__init__(name)
@@ -40,12 +35,7 @@ class MissingValueError(KeyError):
 
 
 class LoggedValues(dict[str, Value]):
-    """A dict of logged values by name, which becomes an ordinary one when it is copied or pickled.
-
-    Args:
-        values: by name.
-        why: the sentence about a name that is not there.
-    """
+    """A dict of logged values. ``why`` explains a missing name. Copying or pickling returns an ordinary dict."""
 
     __slots__ = ("_why",)
 
@@ -91,7 +81,7 @@ def sent_values(store: MetricStore) -> LoggedValues[float]:
 
 
 def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Mapping[str, Any], name: str) -> str:
-    """Why no value of that name is there, and when one comes."""
+    """Why there is no value ``name``, and when there will be one."""
     listed = f"There are: {messages.names(sorted(there), 'and')}." if there else "There is none yet."
     for stage, record in store.known():
         if name not in record.keys:

@@ -1,4 +1,4 @@
-"""Epochs and batches: counts, calls hooks, starts validation, stops. ``callbacks/base.py`` draws the order."""
+"""The loop over epochs and batches. ``callbacks/base.py`` shows its order."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..callbacks.loss_guard import LossGuard
 from ..data.batches import Batches, HandOver
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
-from . import phases, profiling
+from . import phases
 from .bind_steps import bind_mover, bind_step, takes_iterator
 from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
 from .manual_step_check import HandSteps
 from .state import Pending
-from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
+from .states import RunningStage
+from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from .stopping import Reason
 
 
-#: Read once: an enum's members are slow to look up.
+#: Read once, because looking up an enum's members is slow.
 NOTHING, SCHEDULERS, LOGGING, PLATEAUS = Pending.NOTHING, Pending.SCHEDULERS, Pending.LOGGING, Pending.PLATEAUS
+EPOCH_VALUES, TRAIN_END = Pending.EPOCH_VALUES, Pending.TRAIN_END
 
 
 class FitLoop:
@@ -35,10 +36,10 @@ class FitLoop:
 
     Args:
         run: prepared, with its module set up.
-        resumed: what this rank has of the checkpoint that this fit goes on from, or None.
+        resumed: this rank's part of the checkpoint that this fit resumes from, or None.
 
     Attributes:
-        at_epoch_start: the random states of the host when the batches of the epoch under way were first asked for.
+        at_epoch_start: the host's random states when the first batch of the current epoch was requested.
     """
 
     def __init__(self, run: Run, resumed: Resumed | None) -> None:
@@ -48,27 +49,28 @@ class FitLoop:
         self.validation = Validation(run)
         self.stops = run.stops
         self.takes_iterator = takes_iterator(run.module.training_step)
-        self.guarded = any(isinstance(callback, LossGuard) for callback in run.trainer.callbacks)
+        self.guarded = any(callback.skips_together for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
         self.log_every = run.trainer.log_every_n_steps
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         self.hand_steps = HandSteps(run, self)
         run.fit = self
-        profiling.wrap_fit(run, self)
+        self.profiler = run.trainer.profiler
+        self.validate = self.profiler.around("run_validation", self.validation.validate)
 
     def train(self) -> None:
-        """Train until a limit is reached, somebody stops it, or an exception ends it."""
+        """Train until a limit is reached, the run is asked to stop, or an exception ends it."""
         run, state, metrics = self.run, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
         owed = self.owed()
-        if state.epoch_done and owed is not Pending.EPOCH_VALUES:
+        if state.epoch_done and owed is not EPOCH_VALUES:
             self.enter_next_epoch()
-        if run.trainer.limit_train_batches == 0 or (self.finished() and owed is Pending.NOTHING):
+        if run.trainer.limit_train_batches == 0 or (self.finished() and owed is NOTHING):
             self.train_nothing()
             return
-        state.stage = "train"
+        state.stage = RunningStage.TRAINING
         metrics.losses = None if self.guarded else LossWatch(self.losses.owner)
         self.load_data()
         self.bind()
@@ -76,44 +78,45 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed in (Pending.EPOCH_VALUES, Pending.TRAIN_END) or state.next_batch == 0):
-            self.resumed.go_on()
-        if owed is Pending.EPOCH_VALUES:
+        if self.resumed is not None and (owed in (EPOCH_VALUES, TRAIN_END) or state.next_batch == 0):
+            self.resumed.restore()
+        run_epoch = self.profiler.around("run_training_epoch", self.run_epoch)
+        if owed is EPOCH_VALUES:
             self.finish_epoch()
-        elif owed not in (Pending.NOTHING, Pending.TRAIN_END):
-            self.run_epoch(state.next_batch)
+        elif owed not in (NOTHING, TRAIN_END):
+            run_epoch(state.next_batch)
         while not self.finished():
-            self.run_epoch(state.next_batch)
-        state.pending = Pending.NOTHING
+            run_epoch(state.next_batch)
+        state.pending = NOTHING
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
 
     def bind(self) -> None:
-        """Bind the training step to the module, and compile it if it is to be one graph with its update."""
+        """Bind the training step; compile it if it becomes one graph with its update."""
         self.forward = bind_step(self.run, "training_step")
         self.whole = compiled_whole(self.run, self.forward)
 
     def owed(self) -> Pending:
-        """What was still to be done where the checkpoint was written, which comes before any limit.
+        """What was still to be done when the checkpoint was written; it is done even if a limit is reached.
 
-        The end of the training, or of an epoch that was cut short, is not, where there is more to train now.
+        The end of the training, or of an epoch that was cut short, is not if there is more to train now.
         """
         state = self.state
-        cut_short = state.pending is Pending.EPOCH_VALUES and not state.epoch_done
-        ends = state.pending is Pending.TRAIN_END or cut_short
+        cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
+        ends = state.pending is TRAIN_END or cut_short
         if self.resumed is None or (ends and not self.at_limit()):
-            state.pending = Pending.NOTHING
+            state.pending = NOTHING
         return state.pending
 
     def train_nothing(self) -> None:
-        """Say so. What is saved now is what was saved when the run came to its end."""
+        """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
         self.say_finished()
         if self.resumed is not None:
-            self.resumed.go_on()
+            self.resumed.restore()
 
     def load_data(self) -> None:
-        """Make the loaders, and find the place of the resume in theirs."""
+        """Make the loaders, and find the resume position in them."""
         self.run.source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
@@ -121,10 +124,11 @@ class FitLoop:
             self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
-        """One pass over the training data, from ``start_batch`` on."""
+        """One pass over the training data, from batch ``start_batch`` on."""
         run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
+        run_batch = self.profiler.around("run_training_batch", step)
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         num_batches, max_steps = run.source.num_training_batches, limit(run.trainer.max_steps)
         log_every = self.log_every = run.trainer.log_every_n_steps
@@ -144,7 +148,7 @@ class FitLoop:
                     self.skip_rest(step, schedules)
                     complete = True
                     break
-                outputs = step(batch, batch_idx)
+                outputs = run_batch(batch, batch_idx)
                 if after_step.on:
                     after_step.meet()
                 state.batches += 1
@@ -167,7 +171,7 @@ class FitLoop:
                 else:
                     state.pending = NOTHING
                 if state.window:
-                    continue  # a window is never left half-way
+                    continue  # a window is always completed
                 if reason or state.global_step >= max_steps:
                     complete = self.leave_epoch(reason)
                     break
@@ -187,20 +191,19 @@ class FitLoop:
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def step(self) -> ManualStep:
-        """The step, bound to what callbacks left of optimizers and accumulation."""
+        """The step of an epoch; callbacks may have changed optimizers and accumulation since the last one."""
         if self.whole is not None:
-            step: ManualStep = self.whole.step(self.losses)
-        else:
-            step = choose_step(self.run, self.forward, self.losses)
-        profiling.wrap_parts(self.run, step)
-        if self.whole is None:
-            self.hand_steps.watch(step)
-        if self.run.source.last_share == 0.0:
-            step = EmptyLastStep(step)
-        return profiling.wrap_step(self.run, IteratorStep(step) if self.takes_iterator else step)
+            return self.whole.step(self.losses)
+        empty = self.run.source.last_share == 0.0
+        step = choose_step(
+            self.run, without_last_items(self.state, self.forward) if empty else self.forward, self.losses
+        )
+        self.hand_steps.watch(step)
+        step = EmptyLastStep(step) if empty else step
+        return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
+        """The epoch's batches on the device, in an order that depends on (seed, epoch) alone."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
@@ -223,52 +226,46 @@ class FitLoop:
         return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
-        """The batches' iterator; after a resume everything is as it was when the checkpoint was written.
+        """Return the batches' iterator, and whether the training is over already.
 
-        What a checkpoint was written in the middle of is brought to its end. Also returned: whether that ended the
-        training.
+        On a resume this restores the state of the saved run and finishes the batch after which it was saved.
         """
         resumed = self.resumed
         if resumed is not None and start_batch > 0:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
-        iterator = profiling.started(self.run, batches)
+        name = "[_TrainingEpochLoop].train_dataloader_next"
+        iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))  # fetching ahead begins here
         if resumed is not None and start_batch > 0:
-            resumed.go_on()
+            resumed.restore()
             self.finish_batch(schedules)
         self.resumed = None
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def fetched_ahead(self) -> dict[str, Any]:
-        """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
+        """What a checkpoint keeps so that the prefetched batch is fetched again unchanged."""
         batches = None if self.state.epoch_done else self._fetched
         if batches is None or batches.exhausted:
             return {"ended": batches is not None}
         return batches.before_ahead or {}
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """What follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.
+        """Do what follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.
 
-        Args:
-            schedules: the epoch's.
-            reason: why the run stops after this batch, if it does.
-            outputs: of the step.
-
-        Returns:
-            Why the run stops, which may have come up while it validated.
+        ``reason`` is why the run stops after this batch, if it does. Returns it; validation may bring up a new one.
         """
         state, validation = self.state, self.validation
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
             self.metrics.flush_step(state.updates, state.epoch, outputs)
         if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
-            reason = validation.validate()
+            reason = self.validate()
         if schedules.step_plateaus and state.stepped:
             schedules.advance(schedules.step_plateaus, state.updates)
         state.pending = NOTHING
         return reason
 
     def finish_batch(self, schedules: Schedules) -> None:
-        """Do what was still to be done after the batch at which a checkpoint was written."""
+        """Do what was left after the batch at which the checkpoint was written."""
         state = self.state
         if state.pending is SCHEDULERS:
             schedules.after_batch()
@@ -277,26 +274,23 @@ class FitLoop:
             self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
-        """End an epoch whose remaining batches a hook skips: complete the window, then do what follows an epoch."""
+        """End an epoch whose remaining batches a hook skips: complete the window, then do what follows a batch."""
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
         self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
-        """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
+        """Do what was left after ``on_train_epoch_end``, in which the checkpoint was written."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
         self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
-        """Everything that follows the last batch, whose ``outputs`` these are.
-
-        An epoch that was cut short is not over: a later fit continues it.
-        """
+        """Do what follows the last batch. An epoch that was cut short is not complete: a later fit continues it."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done, state.pending = complete, Pending.EPOCH_VALUES
+        state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
@@ -311,17 +305,17 @@ class FitLoop:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
         metrics.look_at_losses(outputs)
-        state.pending = Pending.TRAIN_END
+        state.pending = TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
-        state.pending = Pending.NOTHING
+        state.pending = NOTHING
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
-                f"{type(self.run.module).__name__}.training_step stepped none of self.optimizers() in a "
-                "whole epoch, so global_step stands still and no step metrics reach the loggers. Call "
-                "self.optimizers().step() rather than step() of the optimizer itself."
+                f"{type(self.run.module).__name__}.training_step stepped none of self.optimizers() in a whole epoch, "
+                "so global_step stays the same and no step metrics reach the loggers. Call self.optimizers().step() "
+                "instead of step() of the optimizer itself."
             )
         if complete:
             self.enter_next_epoch()
@@ -333,7 +327,7 @@ class FitLoop:
         state.batch_idx, state.next_batch = -1, 0
 
     def advise(self) -> None:
-        """Say what probably is not meant: a run that is over, modules in eval mode, too few steps to log."""
+        """Report what is probably a mistake: a finished run, modules in eval mode, too few steps to log."""
         run = self.run
         if self.at_limit():
             self.say_finished()
@@ -341,9 +335,8 @@ class FitLoop:
         asleep = sum(not module.training for module in run.module.modules())
         if asleep:
             messages.warn_once(
-                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of "
-                "the fit and "
-                "stay in it. Call module.train() before, unless they are meant to be frozen."
+                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of the fit and stay "
+                "in it. Call module.train() before, unless they are meant to be frozen."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
@@ -355,13 +348,13 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the batch after which the run stops completes its epoch; inside one a signal ends the run at once."""
+        """Whether the run stops after the epoch's last batch; before that one, a signal ends the run at once."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch
 
     def finished(self) -> bool:
-        """Whether there is nothing left to train; a boundary between epochs."""
+        """Whether training is over, asked between epochs."""
         if self.at_limit():
             return True
         reason = self.stops.here()
@@ -376,7 +369,7 @@ class FitLoop:
         return state.global_step >= limit(run.trainer.max_steps) or epochs >= limit(run.trainer.max_epochs)
 
     def say_finished(self) -> None:
-        """Say that there is nothing to train, why, and what would change that."""
+        """Report that there is nothing to train, why, and how to change that."""
         run, state = self.run, self.state
         if run.trainer.limit_train_batches == 0:
             messages.info_once("Nothing to train: limit_train_batches=0.", key="nothing to train")
@@ -392,10 +385,9 @@ class FitLoop:
         )
 
     def check_length(self, seen: int, batches: Any) -> bool:
-        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost.
+        """Raise if the loader ended too early; report batches left over because another rank's loader was shorter.
 
-        Returns:
-            True: the epoch is complete.
+        Returns True: the epoch is complete.
         """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
@@ -405,23 +397,21 @@ class FitLoop:
         if seen == 0:
             raise RuntimeError(
                 f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
-                "once: pass a "
-                "DataLoader, a list, or an object whose __iter__ starts over."
+                "once: pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         if seen < self.run.source.num_training_batches and self.run.source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
         return True
 
     def length_lie(self, seen: str) -> str:
-        """The error for a loader that yields more or fewer batches than it says."""
+        """The error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has a length of {self.run.source.num_training_batches} batches, but yielded {seen} "
-            "in epoch "
-            f"{self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, or "
-            "remove it so that Paceline looks one batch ahead instead."
+            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            "__len__, or remove it so that Paceline looks one batch ahead instead."
         )
 
 
 def limit(value: int | None) -> float:
-    """A limit as a number to compare with: -1 and None mean none."""
+    """A limit as a number to compare with; -1 and None mean no limit."""
     return float("inf") if value in (-1, None) else float(value)  # type: ignore[arg-type]

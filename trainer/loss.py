@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class LossReader:
-    """Reads the form of the output on the first batch and holds the later ones to it.
+    """Reads losses; all must have the form of the first.
 
     Attributes:
-        together: a batch is skipped on all ranks or on none (``LossGuard`` sees to that).
-        form_known: whether a loss was read, so that later ones must have its form.
-        by_items: ``training_step`` returns ``num_items``: losses are weighed by them, in ``window``.
+        together: a callback skips a batch on all ranks or on none.
+        form_known: a loss was read, so later ones must have its form.
+        by_items: ``training_step`` returns ``num_items``, which weigh losses in ``window``.
     """
 
     def __init__(self, module: TrainingModule, strategy: Strategy, together: bool = False) -> None:
@@ -61,7 +61,7 @@ class LossReader:
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Take back :meth:`state_dict`; without a window, only the unit."""
+        """Restore :meth:`state_dict`; outside a window only the unit."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True
@@ -70,8 +70,7 @@ class LossReader:
         if self.strategy.world_size > 1:
             raise RuntimeError(
                 f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks "
-                "would wait "
-                "for its gradients. Return a loss multiplied by zero instead."
+                "would wait for its gradients. Return a loss multiplied by zero instead."
             )
         messages.warn_once(
             f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If you did not mean "
@@ -80,25 +79,23 @@ class LossReader:
         )
 
     def problem(self, loss: Tensor) -> Exception | None:
-        """What is wrong with a loss whose backward failed, if it is the loss."""
+        """The error for a loss whose backward failed; None if the loss is not the cause."""
         if not loss.requires_grad:
             return RuntimeError(
                 f"{self.owner} returned a loss that no parameter can learn from: it has no graph "
-                "(requires_grad=False). "
-                "Compute it from the module's output without .item(), .detach() or torch.no_grad(), check that some "
-                "parameters are not frozen, or return None to skip this batch."
+                "(requires_grad=False). Compute it from the module's output without .item(), .detach() or "
+                "torch.no_grad(), check that some parameters are not frozen, or return None to skip this batch."
             )
         return None if loss.numel() == 1 else self._no_loss(loss, loss)
 
     def finite(self, output: Any) -> Any:
-        """Pass ``output`` on, or raise if its loss is NaN or infinite (this waits for the device)."""
+        """Return ``output``, or raise if its loss is NaN or infinite (this waits for the device)."""
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
-                "the weights "
-                "are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the operation in "
-                "backward."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before the "
+                "weights are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the "
+                "operation in backward."
             )
         return output
 
@@ -120,15 +117,9 @@ class LossReader:
 
 
 class LossWatch:
-    """Warns of the first loss of a fit that is NaN or infinite, among the values that reach the host anyway.
+    """Warns once about a NaN or infinite loss among the values that reach the host anyway.
 
-    A loss is what has the word "loss" in its name, and what ``training_step`` returned.
-
-    Args:
-        owner: the step's name, for the warning.
-
-    Attributes:
-        warned: there was one, and no other is looked for.
+    Losses are values with the word "loss" in their names, and what ``training_step`` (``owner``) returned.
     """
 
     def __init__(self, owner: str) -> None:
@@ -136,7 +127,7 @@ class LossWatch:
         self.returned = f"The loss that {owner} returned"
 
     def among(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the values that are losses."""
+        """The losses among the values."""
         return {name: value for name, value in values.items() if not words_in(name).isdisjoint(("loss", "losses"))}
 
     def within(self, output: Any) -> dict[str, Any]:
@@ -145,7 +136,7 @@ class LossWatch:
         return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
 
     def look(self, values: dict[str, float], step: int, epoch: int) -> None:
-        """Look at values that are about to be sent to the loggers; the loss that was returned is taken out."""
+        """Check values before they go to the loggers; removes the loss that was returned."""
         losses = {} if self.warned else self.among(values)
         values.pop(self.returned, None)
         name = next((name for name, value in losses.items() if not math.isfinite(value)), None)

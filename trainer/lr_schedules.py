@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: which advance after a batch, an epoch or a validation, and what they look at."""
+"""Learning rate schedulers: when each advances, and the value that it monitors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """A run's schedulers, sorted once an epoch (callbacks may replace them).
-
-    Attributes:
-        per_batch: some scheduler may advance after a batch.
-        step_plateaus: plateau schedulers with interval ``"step"``.
-        epoch_plateaus: plateau schedulers with interval ``"epoch"``.
-    """
+    """A run's schedulers, sorted by interval once an epoch (callbacks may replace them)."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -61,12 +55,11 @@ class Schedules:
             metrics.enter(phases.ON_TRAIN_EPOCH_END if run.state.epoch_done else phases.TRAIN_BATCH)
 
     def missing_monitor(self, config: SchedulerConfig) -> None:
-        """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
+        """Raise, or warn without ``strict``, because the value of a plateau scheduler was not logged."""
         logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
             f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
-            "steps; "
-            f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
+            f"steps; logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
         )
         if config.strict:
             raise RuntimeError(text)

@@ -1,4 +1,4 @@
-"""Automatic optimization while the person's own code steps or runs backward too: noticed, and told in one error."""
+"""Errors if the user's code steps or runs backward although the trainer does it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ def stepped(module: Any) -> RuntimeError:
 
 
 def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> RuntimeError | None:
-    """The error for a loss whose graph is gone when the run runs backward; None if it is something else.
-
-    Args:
-        module: the person's.
-        error: what backward raised.
-        first_batch: nothing can come from an earlier batch.
-    """
+    """A better error if backward failed because the loss's graph was freed; None for other errors."""
     if _SECOND_BACKWARD not in str(error):
         return None
     owner = type(module).__name__
@@ -47,19 +41,15 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
     if first_batch:
         return RuntimeError(by_hand)
     return RuntimeError(
-        f"The loss of {owner}.training_step comes of a tensor of an earlier batch, whose graph is gone: detach what is "
-        f"kept from batch to batch (self.hidden = hidden.detach()). Or else {by_hand}"
+        f"The loss of {owner}.training_step depends on a tensor of an earlier batch, whose graph is gone: detach what "
+        f"is kept from batch to batch (self.hidden = hidden.detach()). Or {by_hand}"
     )
 
 
 class HandSteps:
-    """Refuses, during the first updates of a fit, an optimizer of its that the person's code steps itself.
+    """Raises if the user's code steps an optimizer of the fit, during the first :data:`UPDATES` updates.
 
-    What ``self.optimizers()`` gives refuses always; the optimizer is asked no more after :data:`UPDATES`.
-
-    Args:
-        run: whose optimizers.
-        loop: the fit.
+    Those that ``self.optimizers()`` returns always raise.
     """
 
     def __init__(self, run: Run, loop: FitLoop) -> None:
@@ -68,7 +58,7 @@ class HandSteps:
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
-        """Look at the updates of an epoch, if more of the first ones are to come."""
+        """Watch an epoch's updates, if they are among the first."""
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
@@ -93,7 +83,7 @@ class HandSteps:
         setattr(step, step.UPDATE, counted)
 
     def let_go(self) -> None:
-        """Look no more, until the next epoch begins: what runs in between, such as a search, steps by itself."""
+        """Stop watching until the next epoch: what runs in between, such as a search, steps by itself."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

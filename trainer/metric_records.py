@@ -41,20 +41,20 @@ class Options(NamedTuple):
 
 
 class Record:
-    """A value kept for its last step only. Subclasses add what they keep over the epoch.
+    """The last value of a name. Subclasses add what they keep over the epoch.
 
-    A value on the CPU is kept as a Python number: that costs less than detaching the tensor, and it stays what it was
-    when the tensor is changed in place later. On a device it is a copy there, so that nothing waits.
+    A value on the CPU is kept as a Python number, which is cheaper than detaching the tensor and safe from in-place
+    changes. On a device it is copied there, so that nothing waits.
 
     Attributes:
-        fresh: updated since the loggers last saw it.
+        fresh: updated since it was last sent to the loggers.
         seen: updated since the epoch began.
         shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
-        alone: this process has the name and others have not, or it is not meant to be shared.
-        dtype: of the tensors that numbers become for whoever monitors them.
-        resumed: out of a checkpoint, and not logged since.
-        hook: where it was logged first; empty where that was another process.
-        together: the last value becomes that of all processes where they meet (:mod:`.sharing`).
+        alone: not shared, or no other process logs the name.
+        dtype: of the tensor that is monitored.
+        resumed: restored from a checkpoint, and not logged since.
+        hook: where it was logged first; empty if that was in another process.
+        together: processes share each step's value (:mod:`.shared_step_values`).
     """
 
     reduction = "last"
@@ -83,7 +83,7 @@ class Record:
         return self.key, self.step_key, self.epoch_key
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        """Take in one call of ``self.log``."""
+        """Handle one call of ``self.log``."""
         if self.graph:
             self.value = value if isinstance(value, Tensor) else number(self.key, value)
         elif isinstance(value, Tensor) and value.is_cpu and not value.ndim:
@@ -98,17 +98,17 @@ class Record:
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
+        """The epoch's value: a number, or a scalar tensor on its device. If it is shared, every process must call."""
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Whether these are the options that a checkpoint kept: reductions by name, and no process group."""
+        """Whether a checkpoint kept these options (reductions by name, no process group)."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
     @property
     def is_shared(self) -> bool:
-        """Whether the epoch's value is reduced over all processes, so that computing it takes all of them."""
+        """Whether the epoch's value is reduced over all processes, so that computing it needs all of them."""
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
@@ -123,22 +123,20 @@ class Record:
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
-        """What there is of the running epoch besides the last value."""
+        """The state of the current epoch besides the last value."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`dump`."""
+        """Restore :meth:`dump`."""
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Add what another process dumped, as if this one had seen it too."""
+        """Add another process's :meth:`dump`."""
 
 
 class Table(dict[str, Record]):
     """The records of one stage, moment and loader, by name.
 
-    Attributes:
-        groups: those that one call of ``self.log_dict`` updates, by their names or the identities of collection and
-            metrics.
+    ``groups`` has those of each call of ``self.log_dict``, by names or by the identities of collection and metrics.
     """
 
     __slots__ = ("groups",)
@@ -147,19 +145,16 @@ class Table(dict[str, Record]):
         self.groups: dict[Any, Group] = {}
 
     def group(self, key: Any, group: Group) -> None:
-        """Keep a group; where names change all the time, not every one there was."""
+        """Keep a group, but not every one if the names change all the time."""
         if len(self.groups) >= MOST_GROUPS:
             self.groups.clear()
         self.groups[key] = group
 
 
 class Group:
-    """Records that one call of ``self.log_dict`` updates, so that further calls look nothing up by name.
+    """The records of one call of ``self.log_dict``, so that further calls look nothing up by name.
 
-    Args:
-        records: in the order of the values.
-        arguments: of the first call; calls with others are another group.
-        collection: the ``MetricCollection`` whose metrics they are of; None for values in a dict.
+    A call with other ``arguments`` is another group. ``collection``: a ``MetricCollection``, or None for a dict.
     """
 
     __slots__ = ("arguments", "collection", "records")
@@ -168,7 +163,7 @@ class Group:
         self.records, self.arguments, self.collection = records, arguments, collection
 
     def update(self, values: Mapping[str, Any], batch_size: int | None) -> None:
-        """Take in one call; metrics keep their values themselves."""
+        """Update all records; metrics keep their values themselves."""
         if self.collection is None:
             for record, value in zip(self.records, values.values(), strict=True):
                 record.update(value, batch_size)
@@ -179,7 +174,7 @@ class Group:
 
 
 class SumRecord(Record):
-    """Sums over the epoch, in float64 where the device has it: a million float32 terms lose nothing."""
+    """Sum over the epoch, in float64 if the device has it, so that a million float32 terms lose nothing."""
 
     reduction = "sum"
     weighted = False
@@ -232,11 +227,8 @@ class SumRecord(Record):
         self.total, self.rest, self.weight = None, 0.0, 0
 
     def dump(self) -> dict[str, Any]:
-        return {
-            "total": None if self.total is None else self.total.clone(),
-            "rest": self.rest,
-            "weight": self.weight,
-        }
+        total = None if self.total is None else self.total.clone()
+        return {"total": total, "rest": self.rest, "weight": self.weight}
 
     def load(self, state: dict[str, Any]) -> None:
         self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
@@ -420,16 +412,9 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
 
 
 def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """The name of a reduction, or an error for one that there is not."""
-    functions = {
-        torch.mean: "mean",
-        torch.sum: "sum",
-        torch.min: "min",
-        torch.max: "max",
-        min: "min",
-        max: "max",
-        sum: "sum",
-    }
+    """The name of a reduction; an error for an unknown one."""
+    functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
+    functions |= {min: "min", max: "max", sum: "sum"}
     found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
@@ -440,7 +425,7 @@ def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise if ``value`` is not a number or a tensor with one element; tell about integers."""
+    """Raise if ``value`` is not a number or a tensor with one element; warn about integers."""
     if isinstance(value, Tensor):
         scalar(name, value)
         if value.is_complex():
@@ -485,7 +470,7 @@ def number(name: str, value: Any) -> float:
 
 
 def taken(name: str, value: Any) -> Tensor | float:
-    """A value as it is now: a number or, where reading it would wait for a device, a copy there."""
+    """The current value: a number or, if reading it would wait for a device, a copy there."""
     if type(value) is float:
         return value
     if not isinstance(value, Tensor):
@@ -496,7 +481,7 @@ def taken(name: str, value: Any) -> Tensor | float:
 
 
 def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A value as those who monitor it get it: a scalar tensor that may take part in training."""
+    """A value for monitoring: a scalar tensor that may be used in training."""
     with torch.inference_mode(False):
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=dtype)
@@ -505,7 +490,7 @@ def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """A short picture of a value for an error message."""
+    """A short description of a value for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

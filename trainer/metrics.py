@@ -1,8 +1,7 @@
 """What ``self.log`` writes to.
 
-The first sight of a name checks everything and makes a record; after that a call is one dictionary hit and one update
-of the record, on the device the value lives on. Values leave the device when somebody reads them: all together, once
-per flush, and on an accelerator without waiting for it.
+The first call with a name checks everything and makes a record; each further call is one dictionary lookup and one
+update of the record, on the value's device. Values leave the device together, once per flush, without waiting for it.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class MetricStore:
     """All values logged in a run, by stage, moment and loader.
 
     Attributes:
-        records: the table that ``self.log`` looks into just now.
-        batch: the batch under way, whose size weighs epoch means.
+        records: the table that ``self.log`` now uses.
+        batch: the current batch, whose size weighs epoch means.
         epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
-        listener: while a step runs on a micro-batch, who gets what it logs.
-        losses: looks at losses that have reached the host; None: nobody does.
+        listener: gets what a step logs while it runs on a micro-batch.
+        losses: checks losses that have reached the host; None: nothing does.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -67,10 +66,15 @@ class MetricStore:
         self._sized: tuple[Any, int] | None = None
         self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
+    def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Bind what a profiler times through its ``around``."""
+        for name in ("flush_step", "send_epoch", "finish_epoch", "drain"):
+            setattr(self, name, around(f"[Logging].{name}", getattr(self, name)))
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def enter(self, moment: Moment, dataloader_idx: int | None = None) -> Place:
-        """Say what ``self.log`` means from here on; return what it meant, for :meth:`back`."""
+        """Set the moment that ``self.log`` belongs to; return the previous one, for :meth:`back`."""
         before = (self._moment, self.records, self._dataloader_idx)
         self._moment = moment
         self.records = self._tables.setdefault((str(self.state.stage or ""), moment.name, dataloader_idx), Table())
@@ -78,11 +82,11 @@ class MetricStore:
         return before
 
     def back(self, place: Place) -> None:
-        """Let ``self.log`` mean again what it meant before :meth:`enter`."""
+        """Return to the moment before :meth:`enter`."""
         self._moment, self.records, self._dataloader_idx = place
 
     def define(self, name: str, value: Any, options: Options) -> Record:
-        """First sight of ``name`` in this moment: check the call, make its record."""
+        """Check the first call with ``name`` in this moment, and make its record."""
         if self.listener is not None:
             return self.listener(name, value, options)
         known = self.records.get(name)
@@ -118,7 +122,7 @@ class MetricStore:
         return record
 
     def sharings(self) -> tuple[Sharing, Sharing]:
-        """Where processes share the step values of the loader under way: after the step, after the batch's hooks."""
+        """Where processes share the current loader's step values: after the step, and after the batch's hooks."""
         stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
         for after_hooks in (False, True):
@@ -130,7 +134,7 @@ class MetricStore:
         return self.sharings()[hook.endswith("_batch_end")]
 
     def _refuse_overwriting(self, name: str, record: Record) -> None:
-        """Two loaders may not log under one key: the later value would replace the earlier one."""
+        """Raise if two loaders log under one key: the later value would replace the earlier one."""
         for (stage, moment, idx), table in self._tables.items():
             same_moment = stage == self.state.stage and moment == self._moment.name and idx != self._dataloader_idx
             if same_moment and name in table and table[name].key == record.key:
@@ -141,7 +145,7 @@ class MetricStore:
                 )
 
     def _weight(self, name: str) -> int:
-        """The batch's size, found once per batch; its form is examined on the first."""
+        """The batch's size, found once per batch."""
         batch = self.batch
         if self._sized is not None:
             if self._sized[0] is batch:
@@ -168,10 +172,10 @@ class MetricStore:
 
     @contextmanager
     def muted(self, module: nn.Module) -> Iterator[None]:
-        """What is logged while the context is open counts for nothing, nor what torchmetrics of ``module`` see.
+        """Context in which neither logged values nor updates of the module's torchmetrics count.
 
-        For a batch that a process runs only to keep step with the others. Names it logs for the first time are known
-        from then on, so that every process shares the same ones.
+        For a batch that a process runs only because the others do. Names that it logs for the first time stay known,
+        so that every process shares the same ones.
         """
         table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
@@ -192,10 +196,7 @@ class MetricStore:
             metric._update_count = updates
 
     def remember(self) -> Callable[[], None]:
-        """Take note of what was logged; the result, when called, forgets what was logged since.
-
-        The states of ``torchmetrics`` objects are their own and stay.
-        """
+        """Return a function that forgets what is logged from now on, except in the states of torchmetrics."""
         table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
@@ -213,7 +214,7 @@ class MetricStore:
         return forget
 
     def _hook(self) -> str:
-        """The hook that logs, or a description of it where the stack does not show its name."""
+        """The hook that logs, or a description of it if the stack does not show its name."""
         return calling_hook() or self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
@@ -223,7 +224,7 @@ class MetricStore:
 
     @property
     def moment(self) -> Moment:
-        """Where the run is, as far as ``self.log`` has to know."""
+        """The moment that ``self.log`` belongs to."""
         return self._moment
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -263,12 +264,9 @@ class MetricStore:
         return self._bar.read(found)
 
     def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
-        """Send the step values that are new since the last flush to the loggers.
+        """Send the step values since the last flush to the loggers, at ``stage_step`` on the x axis.
 
-        Args:
-            stage_step: place on the x axis.
-            epoch: the one under way.
-            output: what ``training_step`` returned last, whose loss is looked at.
+        ``output`` is what ``training_step`` returned last, whose loss is checked.
         """
         fresh: dict[str, Any] = {}
         for record in self.records.values():
@@ -285,7 +283,7 @@ class MetricStore:
             self.drain(wait=False)
 
     def flush_eval_step(self) -> None:
-        """Send an evaluation batch's step values, against a counter of the stage's own."""
+        """Send an evaluation batch's step values; each stage counts its own steps."""
         stage = str(self.state.stage or "")
         if stage == "sanity_check":
             return
@@ -294,7 +292,7 @@ class MetricStore:
         self.flush_step(step, self.state.epoch)
 
     def drain(self, wait: bool = True) -> None:
-        """Hand the values that have reached the host to the loggers, in order; all of them if ``wait``."""
+        """Send the values that have reached the host to the loggers, in order; all of them if ``wait``."""
         while self._copies and (wait or self._copies[0].ready()):
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
@@ -317,15 +315,12 @@ class MetricStore:
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """The epoch's batches are done: its values can be computed.
-
-        Those that processes share are computed at once: from then on one process may read them alone.
-        """
+        """Allow the epoch's values to be computed; shared ones are at once, so that one process may read them alone."""
         self.epoch_ended = True
         self._share()
 
     def _share(self) -> None:
-        """Reduce over all processes what was logged since the last time; it takes all of them, whatever they logged."""
+        """Reduce what was logged since the last time over all processes, which must all call."""
         if self.strategy.world_size == 1:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
@@ -340,11 +335,11 @@ class MetricStore:
         if odd:
             messages.warn_once(
                 f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
-                "the epoch's value is this rank's own. Log on every rank, or say self.log(..., rank_zero_only=True)."
+                "the epoch's value is this rank's own. Log on every rank, or pass self.log(..., rank_zero_only=True)."
             )
 
     def finish_epoch(self) -> list[Result]:
-        """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
+        """Compute the stage's epoch values and reset. Returns (loader, record, value) of each."""
         self._share()
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
         results: list[Result] = []
@@ -368,7 +363,7 @@ class MetricStore:
         return results
 
     def _keep(self, record: Record, key: str, value: Tensor | float) -> None:
-        """Let the value be monitored on, after its epoch."""
+        """Keep a value for monitoring after its epoch."""
         if not record.options.rank_zero_only:
             self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
 
@@ -383,17 +378,13 @@ class MetricStore:
         return numbers
 
     def look_at_losses(self, output: Any) -> None:
-        """Look at the last losses of an epoch, those too that no flush brought to the host (this waits for the device).
-
-        Args:
-            output: what ``training_step`` returned last.
-        """
+        """Check the last losses of an epoch, also that of ``output``, the last step's (this waits for the device)."""
         if self.losses is not None and not self.losses.warned:
             values = self.losses.among(self._finished)
             self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
-        """Forget what the stage has logged (the sanity check's values are no result)."""
+        """Forget what the stage has logged (a sanity check's values are not a result)."""
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()
@@ -405,22 +396,22 @@ class MetricStore:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def running(self, stage: str) -> Iterator[tuple[str, int | None, str, Record]]:
-        """Moment, loader, name and record of everything that a stage has logged in the epoch under way."""
+        """Moment, loader, name and record of everything that a stage has logged in the current epoch."""
         for (at, moment, idx), table in self._tables.items():
             if at == stage:
                 yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)
 
     def resume(self, stage: str, moment: Moment, idx: int | None, name: str, record: Record) -> None:
-        """Put a record back that :meth:`running` gave in an earlier run."""
+        """Restore a record that :meth:`running` returned in an earlier run."""
         record.resumed = True
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """What weighs the values logged in a moment."""
+        """The function that weighs values logged in a moment."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
-        """Finished values and counts of evaluation steps; the epoch under way is in :mod:`.running`."""
+        """Finished values and counts of evaluation steps; :mod:`.running_metrics` has the current epoch."""
         return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
     def finished(self) -> dict[str, Any]:
@@ -444,7 +435,7 @@ def _alike(name: str) -> int:
 
 
 def to_host(values: dict[str, Any]) -> dict[str, float]:
-    """Numbers of scalar tensors, with one transfer for all that are not on the CPU (this waits for the device)."""
+    """Convert scalar tensors to numbers, with one transfer for all that are not on the CPU (waits for the device)."""
     away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
     numbers = dict(zip(away, _stacked(away.values()).tolist(), strict=True)) if away else {}
     here = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items() if k not in numbers}
@@ -457,7 +448,7 @@ def _stacked(values: Iterable[Tensor]) -> Tensor:
 
 
 class _HostCopy:
-    """Scalar values on their way to the host: started at once, read when they have arrived."""
+    """A transfer of scalar values to the host: started at once, read when complete."""
 
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
         self.step, self.epoch = step, epoch
@@ -484,7 +475,7 @@ class _HostCopy:
 
 
 class _BarValues:
-    """What the progress bar shows: the last values that have reached the host."""
+    """The values that the progress bar shows: the last that have reached the host."""
 
     def __init__(self) -> None:
         self._shown: dict[str, float] = {}

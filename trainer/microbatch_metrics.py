@@ -1,7 +1,7 @@
 """``self.log`` under a strategy that runs a step on micro-batches: one value a batch, the same on every rank.
 
-What the calls for the micro-batches of one batch were given is joined (means by the samples in each), brought from the
-rank that has it to all others, and logged there as if the step had run once on the whole batch.
+The values of a batch's micro-batches are combined (means weighed by samples), sent from the rank that has them to all
+others, and logged there as if the step had run once on the whole batch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,11 @@ class Logged(NamedTuple):
 
 
 class JoiningStep:
-    """A step that is called with micro-batches, and what it logged.
-
-    Args:
-        step: the module's step.
-        name: of the step.
-        module: whose step it is.
-        store: where values go.
-    """
+    """A step that is called with micro-batches; keeps what it logs."""
 
     def __init__(self, step: Callable[..., Any], name: str, module: TrainingModule, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
-        #: Whether what the step returns is wanted on every rank.
+        #: Whether every rank needs what the step returns.
         self.returns = name == "predict_step"
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
@@ -57,7 +50,7 @@ class JoiningStep:
         return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
-        """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
+        """Return what was logged for the batch, combined over its micro-batches, with its values; then reset."""
         heard, self._heard = list(self._heard.values()), {}
         found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
         for batch, items, calls in heard:
@@ -98,7 +91,7 @@ class JoiningStep:
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
 
     def _shown(self, metric: Any, options: Options) -> Any:
-        """The step's value of a metric object: that of the last micro-batch; 0 if nobody asks for one."""
+        """A metric object's step value: that of the last micro-batch; 0 if step values are not logged."""
         on_step = self.store.moment.on_step if options.on_step is None else options.on_step
         if not on_step:
             return 0.0
@@ -125,7 +118,7 @@ class JoiningStep:
 
 
 class Heard:
-    """One call of ``self.log``: takes the place of the record that it would update."""
+    """One call of ``self.log``, used instead of the record that it would update."""
 
     def __init__(self, calls: list[Any], name: str, options: Options) -> None:
         self.calls, self.name, self.options = calls, name, options
@@ -139,7 +132,7 @@ class Heard:
 
 
 class _Call(Heard):
-    """One whose value is checked, and kept as it is now."""
+    """A call whose value is checked and copied."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         if isinstance(value, (Tensor, float, int)):
@@ -151,7 +144,7 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function; what is logged in it goes to ``listener``, which gives what takes the place of the record."""
+    """Call a function while ``listener`` returns what is used instead of each record."""
     before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
     store.listener = listener
     try:

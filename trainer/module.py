@@ -1,4 +1,4 @@
-"""``TrainingModule``: the user's model, its steps and what it may ask of the trainer."""
+"""``TrainingModule``: the user's model, its steps, and its access to the trainer."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class LogOptions(TypedDict, total=False):
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A ``torch.nn.Module`` that says what one step of it is. Subclass it; give it to ``Trainer.fit``.
 
-    Define ``training_step`` and ``configure_optimizers``, and of the other steps and hooks what you need. A method
-    counts as defined when your class defines it or the instance carries it (``module.training_step = f`` works); None
-    means "not defined".
+    Define ``training_step`` and ``configure_optimizers``, and the other steps and hooks that you need. A method counts
+    as defined if the class defines it or the instance has it (``module.training_step = f`` works); None means "not
+    defined".
 
     Example:
         >>> class Regression(TrainingModule):
@@ -144,7 +144,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         Args:
             name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
             value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
-                trainer). Tensors stay on their device; nothing waits for it, unless ``sync_dist=True``.
+                trainer). Tensors stay on their device, and nothing waits for it unless ``sync_dist=True``.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers (the default).
             on_step: keep the value of the step. None: True in training steps, else False.
@@ -156,7 +156,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.
-            metric_attribute: accepted for compatibility; a Metric is found by itself.
+            metric_attribute: accepted for compatibility, not needed.
             rank_zero_only: called on rank 0 only; such a value cannot be monitored.
 
         Raises:
@@ -248,8 +248,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
-            "example: "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            "example: return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
     @overload
@@ -262,17 +261,17 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> ManagedOptimizer | Optimizer | list[ManagedOptimizer] | list[Optimizer]: ...
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them when there are several.
+        """The optimizer, or a list if there are several.
 
         Args:
-            use_pl_optimizer: give them as the trainer manages them (precision, counting); False: as you made them.
+            use_pl_optimizer: wrapped as the trainer manages them (precision, counting); False: as you made them.
         """
         trainer = self.trainer
         found = trainer.current_run.managed if use_pl_optimizer else trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them when there are several, or None."""
+        """The scheduler, a list if there are several, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return (found[0] if len(found) == 1 else found) if found else None
 
@@ -281,7 +280,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """In manual optimization: ``loss.backward()`` with precision and strategy taken into account."""
+        """For manual optimization: ``loss.backward()`` through precision and strategy."""
         trainer = self.trainer
         if self.automatic_optimization:
             raise RuntimeError(
@@ -351,10 +350,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         raw = getattr(optimizer, "optimizer", optimizer)
         strategy.unscale_gradients(raw)
         parameters = [p for group in raw.param_groups for p in group["params"]]
-        if gradient_clip_algorithm == "value":
-            strategy.clip_by_value(parameters, float(gradient_clip_val))
-        else:
-            strategy.clip_by_norm(parameters, float(gradient_clip_val))
+        strategy.clip(parameters, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
@@ -401,11 +397,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module.
-
-        Raises:
-            RuntimeError: none does.
-        """
+        """The trainer that runs this module; a RuntimeError if none does."""
         if self._trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. Use self.trainer only in a hook or step that a "
@@ -419,7 +411,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self._tie(dict.fromkeys(self._family(), (trainer, store)))
 
     def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:
-        """This module and those in it, with what each is tied to."""
+        """This module and the TrainingModules in it, with the trainer and store of each."""
         return {m: (m._trainer, m._metric_store) for m in self.modules() if isinstance(m, TrainingModule)}
 
     @staticmethod
@@ -428,7 +420,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             module.__dict__["_trainer"], module.__dict__["_metric_store"] = trainer, store
 
     def _end_run(self) -> None:
-        """From here on ``self.log`` has no effect."""
+        """Let ``self.log`` have no effect from now on."""
         self._tie({module: (trainer, None) for module, (trainer, _) in self._family().items()})
 
     @property
@@ -478,7 +470,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """Whether the names in a checkpoint must be those of the module; None, when set, means yes."""
+        """Whether a checkpoint must have the module's names; setting None means yes."""
         return self._strict_loading is not False
 
     @strict_loading.setter
@@ -500,11 +492,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Build a module from a checkpoint's hyperparameters and load its weights.
 
         Args:
-            checkpoint_path: a file of Paceline's, or a Lightning ``.ckpt``.
+            checkpoint_path: a checkpoint of Paceline, or a Lightning ``.ckpt``.
             map_location: where to put the tensors; CPU by default.
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
             strict: all keys must match; None: the module's ``strict_loading``.
-            weights_only: always True in effect: a file can hold data, not code. False is refused.
+            weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
             **kwargs: constructor arguments; they win over the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint

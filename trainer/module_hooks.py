@@ -137,38 +137,19 @@ class ModuleHooks:
     def on_validation_model_zero_grad(self) -> None:
         """Before a validation inside a fit. Gradients are cleared already, so there is nothing to do by default."""
 
-    def on_validation_model_eval(self) -> None:
-        """Put the module into eval mode for validation, remembering the mode of every submodule."""
-        self._enter_eval()
-
-    def on_validation_model_train(self) -> None:
-        """Give every submodule back the mode it had before validation."""
-        self._leave_eval()
-
-    def on_test_model_eval(self) -> None:
-        """As ``on_validation_model_eval``, for test."""
-        self._enter_eval()
-
-    def on_test_model_train(self) -> None:
-        """As ``on_validation_model_train``, for test."""
-        self._leave_eval()
-
-    def on_predict_model_eval(self) -> None:
-        """As ``on_validation_model_eval``, for predict."""
-        self._enter_eval()
-
-    def on_predict_model_train(self) -> None:
-        """As ``on_validation_model_train``, for predict."""
-        self._leave_eval()
-
-    def _enter_eval(self: Any) -> None:
+    def on_validation_model_eval(self: Any) -> None:
+        """Put the module into eval mode for validation, test or predict; remember the mode of every submodule."""
         self.__dict__["_modes"] = [(module, module.training) for module in self.modules()]
         self.eval()
 
-    def _leave_eval(self: Any) -> None:
+    def on_validation_model_train(self: Any) -> None:
+        """Restore the mode that every submodule had before validation, test or predict."""
         module: nn.Module
         for module, training in self.__dict__.pop("_modes", ()):
             module.training = training
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_predict_model_train = on_validation_model_train
 
     # ---- data ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""A run in processes that were started for it: what rank 0 did there is brought back to the Trainer that asked.
+"""A run in processes that were started for it, whose result is brought back to this process.
 
-Afterwards everything is allowed that is allowed after a run in this process. The objects that the person holds stay
-the same ones: the Trainer, the module and its parameters, callbacks and loggers get the values that theirs have on
-rank 0. What cannot be pickled (an open file, a live display) stays behind.
+Afterwards everything works as after a run in this process. The user's objects stay the same ones: the Trainer, the
+module and its parameters, callbacks and loggers get the values that they have on rank 0. What cannot be pickled (an
+open file, a live display) stays behind.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .state import RunState
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-#: Attributes of a Trainer that belong to its process, or that :func:`_take_over` sets in a way of its own.
+#: Attributes of a Trainer that belong to its process, or that :func:`_take_over` sets itself.
 _OF_ITS_PROCESS = frozenset({"strategy", "loggers", "callbacks", "profiler", "brought_callbacks", "current_run"})
-#: Attributes of a run that the process which asked takes over as they are.
+#: Attributes of a run that this process takes over unchanged.
 _OF_A_RUN = ("predictions", "predict_batch_indices", "ckpt_path", "newest", "resumes", "saves", "shared_log_dir")
-#: Attributes of a module that are torch's, or tie it to its run.
+#: Attributes of a module that are torch's, or attach it to its run.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", COMPILED_CALL}
 
 
@@ -54,7 +54,7 @@ def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Re
 
 @contextmanager
 def _fit_put_aside(run: Run) -> Iterator[None]:
-    """Keep what another run does not need of the fit before out of the new processes."""
+    """Keep optimizers and schedulers of the previous fit out of the new processes."""
     optimizers, configs, left = run.optimizers, run.lr_scheduler_configs, run.left
     run.optimizers, run.lr_scheduler_configs, run.left = [], [], None
     try:
@@ -67,13 +67,7 @@ def _fit_put_aside(run: Run) -> Iterator[None]:
 
 
 def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
-    """Run a request in this process. Rank 0 returns a report for :func:`_take_over`.
-
-    Args:
-        trainer: as it was where the run was asked for.
-        request: what to run.
-        random: the random states there, which a fresh process continues from.
-    """
+    """Run a request in a started process, which continues from the ``random`` states. Rank 0 returns a report."""
     set_random_states(random)
     sent = {name for name, _ in find_module(trainer.current_run, request)[0].named_modules()}
     run = trainer.current_run = Run(trainer, request, trainer.current_run)
@@ -91,7 +85,7 @@ def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) 
 
 
 def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
-    """The layers that the run has added, by their place in the module; those that can be pickled."""
+    """The layers that the run added and that can be pickled, by name in the module."""
     added = {name: part for name, part in module.named_modules() if name not in sent}
     first = {name: part for name, part in added.items() if name.rpartition(".")[0] in sent}
     packed = {name: _try(part, {}, _WriterOfLayers) for name, part in first.items()}
@@ -99,7 +93,7 @@ def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
 
 
 def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
-    """Optimizers and schedulers; why not, if they cannot be pickled."""
+    """Optimizers and schedulers, pickled; a text that says why if they cannot be."""
     training = {"optimizers": run.optimizers, "schedulers": run.lr_scheduler_configs, "states": states}
     try:
         return _pickled(training, _anchors(run), _WriterOfTraining)
@@ -142,11 +136,11 @@ def _temporary_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in found.items()}
 
 
-# ---- in the process that asked ---------------------------------------------------------------------------------------
+# ---- in this process ------------------------------------------------------------------------------------------------
 
 
 def _take_over(run: Run, request: Request, report: bytes) -> Any:
-    """Put the Trainer and what belongs to it where the run left them; return what the run returned."""
+    """Bring the Trainer and its objects to the state after the run; return the run's result."""
     found = pickle.loads(report)
     module, _ = find_module(run, request)
     tie(run, request, module)
@@ -165,7 +159,7 @@ def _take_over(run: Run, request: Request, report: bytes) -> Any:
 
 
 def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> None:
-    """Layers that ``configure_model`` or ``setup`` made in the run."""
+    """Add the layers that ``configure_model`` or ``setup`` made in the run."""
     configure_model = overridden(module, "configure_model", TrainingModule)
     if configure_model is not None:
         with run.strategy.precision.init_context(torch.device("cpu")):
@@ -178,7 +172,7 @@ def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> Non
 
 
 def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
-    """Load the weights, which are whole in this process, whatever the strategy; returns what does not fit."""
+    """Load the weights, whole under every strategy; return what does not fit."""
     result = module.load_state_dict(weights, strict=False)
     odd = sorted({*result.missing_keys, *result.unexpected_keys})
     if not odd:
@@ -193,7 +187,7 @@ def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
 
 
 def _take_training(run: Run, packed: bytes | str) -> str:
-    """Optimizers and schedulers of the run; returns why there are none."""
+    """Take over the run's optimizers and schedulers; return why there are none."""
     run.optimizers, run.lr_scheduler_configs = [], []
     if isinstance(packed, str):
         return packed
@@ -234,16 +228,10 @@ def _take_rest(run: Run, rest: dict[str, Any]) -> None:
 
 
 def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
-    """Objects that both processes have and that a report only names."""
+    """Objects that both processes have, which a report refers to by name."""
     module = run.module
-    found = {
-        "trainer": run.trainer,
-        "run": run,
-        "state": run.state,
-        "strategy": run.strategy,
-        "profiler": run.trainer.profiler,
-    }
-    found |= {"datamodule": run.datamodule}
+    found = {"trainer": run.trainer, "run": run, "state": run.state, "strategy": run.strategy}
+    found |= {"profiler": run.trainer.profiler, "datamodule": run.datamodule}
     found |= _numbered("callback", run.trainer.callbacks) | _numbered("logger", run.trainer.loggers)
     if with_optimizers:
         found |= _numbered("optimizer", run.optimizers)
@@ -255,7 +243,7 @@ def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
 
 
 def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
-    """By class, and by number among those of the class: a run may have added some in between."""
+    """Name objects by class and number within the class: a run may have added some in between."""
     seen: Counter[str] = Counter()
     found = {}
     for one in objects:
@@ -268,7 +256,7 @@ def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
 def _portable(
     attributes: dict[str, Any], anchors: dict[str, Any], left_out: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Those that can be brought to another process."""
+    """The attributes that can be brought to another process."""
     found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(FSDP_ATTRIBUTES)}
     if _try(found, anchors) is not None:
         return found
@@ -283,7 +271,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Names what both processes have; brings tensors to the CPU, without the graph that they come of."""
+    """Writes names for what both processes have, and tensors on the CPU without their graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
@@ -298,13 +286,13 @@ class _Writer(pickle.Pickler):
             return (nn.Parameter(there, obj.requires_grad) if isinstance(obj, nn.Parameter) else there).__reduce_ex__(2)
         if isinstance(obj, MethodType):
             owner = obj.__self__ if isinstance(obj.__self__, type) else type(obj.__self__)
-            if not hasattr(owner, obj.__func__.__name__):  # a strategy may put such methods on layers that it splits
+            if not hasattr(owner, obj.__func__.__name__):  # a strategy may add such methods to layers that it shards
                 raise pickle.PicklingError(f"{owner.__qualname__} does not define {obj.__func__.__qualname__}")
         return NotImplemented
 
 
 class _WriterOfLayers(_Writer):
-    """Layers as they were before they were split, with room for the weights that lie in parts."""
+    """Writes layers as they were before they were sharded, with memory for the weights."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and (FSDP_MARK in vars(obj) or "forward" in vars(obj)):
@@ -318,7 +306,7 @@ class _WriterOfLayers(_Writer):
 
 
 class _WriterOfTraining(_Writer):
-    """Optimizers without their states, which may lie in parts, and schedulers, also those that hold a lambda."""
+    """Writes optimizers without their states, which may be sharded, and schedulers, also with a lambda."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Optimizer):
@@ -336,7 +324,7 @@ def _can_be_imported(function: FunctionType) -> bool:
 
 
 def _left_behind(name: str) -> Callable[..., Any]:
-    """Stands for a function that could not be brought here."""
+    """Replaces a function that could not be brought here."""
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

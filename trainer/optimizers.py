@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 FORMS = (
-    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict "
-    "{'optimizer': ..., 'lr_scheduler': ...}; "
-    "a list of such dicts; or None for a module without optimizer"
+    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict {'optimizer': ..., 'lr_scheduler': "
+    "...}; a list of such dicts; or None for a module without optimizer"
 )
 
 
@@ -54,8 +53,8 @@ class ManagedOptimizer:
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` when it stepped last: gradients before that are used up.
-        expected: in automatic optimization, whether the module's ``optimizer_step`` runs, which steps it.
+        stepped_at: ``trainer.state.batches`` at its last step: older gradients are used up.
+        expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
@@ -88,7 +87,7 @@ class ManagedOptimizer:
         return stepped
 
     def _show_gradients(self) -> None:
-        """The gradients are complete: let the hooks see them."""
+        """Call the hooks that read complete gradients."""
         self._run.strategy.unscale_gradients(self.optimizer)
         for hook in self._run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
@@ -124,12 +123,7 @@ class ManagedOptimizer:
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Call ``module.configure_optimizers`` and bring what it returns to one form.
-
-    Raises:
-        TypeError: it returned something else than an accepted form.
-        ValueError: a scheduler dict with an unknown key or value, a plateau scheduler without ``monitor``.
-    """
+    """Call ``module.configure_optimizers`` and convert every accepted form to two lists."""
     given = module.configure_optimizers()
     owner = f"{type(module).__name__}.configure_optimizers()"
     optimizers, schedulers = _split(given, owner)

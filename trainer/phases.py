@@ -1,20 +1,16 @@
-"""The moments of a run, as far as ``self.log`` has to tell them apart.
-
-The loop says which moment it is when the phase changes, a few times an epoch, instead of noting the current hook on the
-module for every call.
-"""
+"""The moments of a run that ``self.log`` distinguishes; the loop enters them, a few times an epoch."""
 
 from __future__ import annotations
 
 
 class Moment:
-    """A stretch of a run in which ``self.log`` behaves in one way.
+    """A part of a run in which ``self.log`` behaves in one way.
 
     Args:
         name: the hook or step, as the user knows it.
         on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
-        step_allowed: whether ``on_step=True`` makes sense.
-        instead: where to log when logging makes no sense here; empty when it does.
+        step_allowed: whether ``on_step=True`` is allowed.
+        instead: where to log instead if logging is not possible here, else empty.
     """
 
     __slots__ = ("instead", "name", "on_step", "step_allowed")

@@ -1,7 +1,7 @@
-"""What each rank has of its own in a checkpoint, so that a run goes on from inside an epoch as if it had never stopped.
+"""Each rank's own part of a checkpoint, with which a run resumes inside an epoch as if it had never stopped.
 
-Random states, the accumulation window's gradients, what was logged and measured in the epoch, the loader's place. On
-another number of ranks some of it is derived from what there is, and one message says what.
+Random states, the accumulation window's gradients, what was logged and measured in the epoch, the loader's position.
+On another number of ranks some of it is derived, and one message says what.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """What each rank keeps, in rank order; every rank must call. After an error: this rank's alone."""
+    """Each rank's part, in rank order; every rank must call."""
     run.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
     return run.strategy.gather_objects(_of_this_rank(run))
 
@@ -63,7 +63,7 @@ def _place_in_data(fit: FitLoop) -> dict[str, Any]:
 
 
 def _gradients(run: Run) -> dict[str, Any] | None:
-    """The gradients that wait for an optimizer step; None if none do, or if nobody can say whose they are."""
+    """The gradients that wait for an optimizer step; None if there are none, or if a failed step may have left them."""
     state, module = run.state, run.module
     if state.step_failed:
         return None
@@ -84,7 +84,7 @@ def _gradients(run: Run) -> dict[str, Any] | None:
 
 
 def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The counters to go on from: before the window where its gradients are not among what the ranks keep."""
+    """The counters to resume from: those before the current window if its gradients cannot be saved."""
     state = run.state
     counters = state.state_dict() | {"accumulate": run.trainer.accumulate_grad_batches}
     if not state.window or all(kept["gradients"] is not None for kept in ranks):
@@ -102,13 +102,7 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Resumed:
-    """What a checkpoint has for this rank, to be put in force at the right moments by the loop.
-
-    Args:
-        run: whose strategy is set up.
-        checkpoint: as read.
-        parts: which parts of it are restored.
-    """
+    """This rank's part of a checkpoint, which the loop restores at the right moments."""
 
     def __init__(self, run: Run, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
         section = checkpoint.get("paceline", {})
@@ -129,7 +123,7 @@ class Resumed:
         self._random = "rng" in parts and bool(self.ranks)
 
     def _stood_for(self) -> list[dict[str, Any]]:
-        """The ranks of then whose running values this one goes on with."""
+        """Ranks of the saved run whose running metrics this rank takes over."""
         if self._alike:
             return [self.own] if self.own else []
         strategy, firsts = self.run.strategy, {}
@@ -140,14 +134,14 @@ class Resumed:
         return [kept for rank, kept in sorted(firsts.items()) if rank % strategy.num_data_ranks == strategy.data_rank]
 
     def _has_window(self) -> bool:
-        """Whether there are the gradients of all ranks, and the ranks are those of then."""
+        """Whether the gradients of all ranks are there, and the run has the same ranks."""
         whole = self._alike and len(self.ranks) == self.run.strategy.world_size
         return whole and all(kept["gradients"] is not None for kept in self.ranks)
 
-    # ---- where it goes on ------------------------------------------------------------------------------------------
+    # ---- position --------------------------------------------------------------------------------------------------
 
     def position(self, counters: dict[str, Any], accumulate: int) -> dict[str, Any]:
-        """The counters for this run: those of then, or of where its accumulation window began if that is lost."""
+        """The saved counters, or those before the accumulation window if that is lost."""
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
@@ -155,7 +149,7 @@ class Resumed:
         return counters
 
     def find_batch(self) -> None:
-        """Count the place in the epoch in batches of this run, once its loader is known, and say what was derived."""
+        """Convert the position in the epoch to batches of this run's loader, and report what was derived."""
         run, state = self.run, self.run.state
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)
@@ -170,7 +164,7 @@ class Resumed:
         self._tell()
 
     def _tell(self) -> None:
-        """Say in one message what was derived rather than restored."""
+        """Report in one message what was derived instead of restored."""
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
@@ -186,30 +180,30 @@ class Resumed:
     # ---- the moments -----------------------------------------------------------------------------------------------
 
     def enter_epoch(self) -> None:
-        """The random states with which the epoch was entered, for samplers that draw from them."""
+        """Restore the random states of the epoch's start, for samplers that draw from them."""
         if self._random:
             states = (self.own or {}).get("random_at_epoch_start")
             self._set(states, seed.mixed(self._seed, 1))
 
     def before_fetch(self) -> None:
-        """The random states with which the batch that waits to be handed out was fetched."""
+        """Restore the random states with which the next batch was fetched."""
         states = (self.own or {}).get("random_before_fetch")
         if self._random and states:
             seed.set_random_states(states)
 
     @property
     def ended(self) -> bool:
-        """The loader had come to its end before the last batch of the epoch was trained on."""
+        """Whether the loader had ended before the last batch of the epoch was trained on."""
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
     def place_in_data(self) -> dict[str, Any]:
-        """What this rank had of its place in the data, for a checkpoint that is written before a batch is fetched."""
+        """This rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
         names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
         own = self.own if self.in_loops and self._alike else None
         return {name: own[name] for name in names if name in own} if own else {}
 
-    def go_on(self) -> None:
-        """What is to be in force when the next batch is trained on."""
+    def restore(self) -> None:
+        """Restore what must hold when the next batch is trained on."""
         run = self.run
         if self.in_loops:
             entries, module = self._stood_for(), run.module
@@ -237,7 +231,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Give the loader its state; whether it then knows its place, so that no batches have to be left out."""
+        """Restore the loader's state; return whether it then knows its position, so that no batches must be skipped."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -1,4 +1,4 @@
-"""One run: what an entry point was asked to do, everything made for it, and how it ends."""
+"""One run: what an entry point was asked to do, everything made for it, and its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from ..callbacks.loss_guard import Rollback
+from ..callbacks.base import Rollback
 from ..checkpoint.folder_lock import Claims
 from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own
@@ -26,7 +26,7 @@ from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
 from .start_run import attach
-from .states import TrainerFn, TrainerStatus
+from .states import RunningStage, TrainerFn, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
 
@@ -46,8 +46,8 @@ class Request:
     """What an entry point was asked to do.
 
     Attributes:
-        again: the run starts over from one of its own checkpoints: its loggers continue.
-        trial: a :class:`~..tuner.tuner.Tuner` asks; it starts from no checkpoint.
+        again: the run restarts from one of its own checkpoints, and its loggers continue.
+        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and starts from no checkpoint.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -66,31 +66,27 @@ class Request:
 class Run:
     """One call of an entry point of a Trainer.
 
-    Loops, steps, checkpoints, data and tuner get this object. The Trainer that was asked keeps its arguments, and
-    shows the last run's attributes as its own.
+    Loops, steps, checkpoints, data and tuner get this object. The Trainer keeps its arguments, and shows the last
+    run's attributes as its own.
 
     Args:
         trainer: its arguments count; nothing of the run is written into it.
         request: what to do; None: nothing, as before the first run.
-        before: the run before, whose module, counters and optimizers this one takes over.
+        before: the previous run, whose module, counters and optimizers this one takes over.
 
     Attributes:
-        state: the counters, the Trainer's: the next run counts on.
+        state: the Trainer's counters, which the next run continues.
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
-        source: where the loaders come from.
-        metrics: what ``self.log`` writes to.
-        hooks: who is called when.
         managed: the optimizers as ``self.optimizers()`` returns them.
-        stops: when the run stops early.
         fit: the loop of the last fit.
-        ckpt_path: the checkpoint that was loaded; None if none was.
+        ckpt_path: the checkpoint that was loaded, or None.
         newest: what ``"last"`` or ``"auto"`` found, on rank 0.
-        resumes: the fit continues where a checkpoint was written, with more of it than its weights.
+        resumes: the fit restores more of a checkpoint than its weights.
         saves: the number of the newest save, of this run or found in its folders.
-        left: what the ranks of a run in other processes left for a checkpoint; None after a run in this process.
+        left: what a run in other processes left for a checkpoint; None after a run in this process.
         claims: the folders that this run has locked.
-        shared_log_dir: the run's folder as rank 0 has it; None with one process.
+        shared_log_dir: rank 0's folder for the run; None with one process.
     """
 
     module: TrainingModule
@@ -132,12 +128,12 @@ class Run:
 
     @cached_property
     def saver(self) -> Saver:
-        """What writes the checkpoints, one at a time."""
+        """Writes the checkpoints, one at a time."""
         return Saver(self)
 
     @property
     def holder(self) -> Strategy:
-        """What collects the states for a checkpoint; after a run in other processes this one has them whole."""
+        """Collects the states for a checkpoint; after a run in other processes, this one has them whole."""
         return self.strategy if self.left is None else Strategy()
 
     @property
@@ -150,14 +146,14 @@ class Run:
         return None if found is None else os.fspath(found)
 
     def count_save(self) -> int:
-        """The number of the save that begins: one more than the highest of this run and of those in its folders."""
+        """The number of a new save: one more than the highest of this run and in its folders."""
         self.saves += 1
         return self.saves
 
-    # ---- from its begin to its end ---------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------------------------
 
     def execute(self) -> Any:
-        """Run to the end; again from a checkpoint as often as a callback wants to go back to one."""
+        """Run to the end; again from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
             raise RuntimeError("This Run was not asked to do anything. Call an entry point of its Trainer.")
@@ -198,7 +194,7 @@ class Run:
             request = self._gone_back(given, back, at_start)
 
     def _gone_back(self, given: Request, back: Rollback, at_start: dict[str, Any]) -> Request:
-        """The fit from one of its checkpoints, or once more as it was asked for."""
+        """The request to repeat the fit from a checkpoint."""
         parts = PARTS if back.own else given.restore
         if "loops" not in parts:
             self.state.load_state_dict(at_start)
@@ -206,11 +202,11 @@ class Run:
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
-        self.state.stage = kind
+        self.state.stage = RunningStage(kind)
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
+        """Report an error to strategy, profiler and hooks; what goes wrong here does not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)
@@ -221,7 +217,7 @@ class Run:
 
     def teardown(self, fn: str, failed: bool) -> None:
         """End the run: hooks, loggers, profiler, locks, loaders, strategy."""
-        jobs: list[Any] = [partial(profiling.report_split, self)] if self.trainer.profiler.active else []
+        jobs: list[Any] = [partial(profiling.report_split, self)]
         if self.hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self.hooks.teardown]
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
@@ -241,7 +237,7 @@ class Run:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a copy of the Trainer shows of this run: no data, threads and files, nothing that is under way."""
+        """What a copy of the Trainer shows of this run: no data, threads, files or running parts."""
         trainer, data = self.trainer, self.datamodule
         return {
             "own": {name: getattr(self, name) for name in COPIED},

@@ -1,4 +1,4 @@
-"""The epoch under way, as far as it was logged or measured: kept in a checkpoint, rank by rank, and put back."""
+"""The metrics of the current epoch, saved per rank in a checkpoint and restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOMENTS = {moment.name: moment for moment in vars(phases).values() if isinstanc
 
 
 def logged(store: MetricStore, module: nn.Module) -> list[dict[str, Any]]:
-    """What ``self.log`` keeps of the training epoch under way, on this rank, as plain data and CPU tensors."""
+    """What was logged in the current training epoch on this rank, as plain data and CPU tensors."""
     places = {id(part): name for name, part in module.named_modules()}
     return [_entry(*found, places) for found in store.running(STAGE)]
 
@@ -44,13 +44,7 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Let the epoch go on where it was.
-
-    Args:
-        store: where the records go; what it has of an epoch is replaced.
-        module: whose torchmetrics are logged.
-        ranks: what :func:`logged` returned on the ranks that this one stands for.
-    """
+    """Restore what :func:`logged` returned on the saved ranks that this rank takes over."""
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]
@@ -96,9 +90,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The states of the module's torchmetrics that have seen something, on this rank, by their place in the module.
+    """The states of the module's torchmetrics that were updated on this rank, by their name in the module.
 
-    Those that a validation under way has begun to fill are left out: it is repeated.
+    Without those of a running validation, which a resume repeats.
     """
     begun = {id(r.metric) for *_, r in store.running("validate") if isinstance(r, MetricRecord)}
     return {
@@ -113,7 +107,7 @@ def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]
 
 
 def put_back_measured(module: nn.Module, ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Give torchmetrics the states of the ranks that this one stands for; nothing to those that are not there now."""
+    """Restore the states of torchmetrics from the saved ranks that this rank takes over."""
     found = dict(_metrics(module))
     begun = set()
     for name, kept in ((name, kept) for states in ranks for name, kept in states.items() if name in found):

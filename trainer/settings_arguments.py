@@ -1,28 +1,36 @@
-"""Arguments of the Trainer that were left open, from the settings that stand elsewhere."""
+"""The final values of the Trainer's arguments: from code, variables, launch flags and the settings file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import ast
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from .. import messages
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ..callbacks.base import Callback
+from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
+from ..settings.constructors import Constructor, P
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
+from .arguments import MOVED
 
-#: Words for the precisions that settings have, and for what the Trainer accepts for the same.
+#: Precisions of the settings, as the Trainer names them.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
 }
-#: Settings, and the arguments that say the same.
+#: Settings with the same meaning as an argument.
 _ARGUMENTS = {
     "mixed_precision": "precision",
     "gradient_accumulation_steps": "accumulate_grad_batches",
@@ -30,7 +38,9 @@ _ARGUMENTS = {
     "cpu": "accelerator",
     "dynamo_backend": "compile",
 }
-#: Settings that ask for a strategy, and what is in the names of those that fit.
+#: Arguments that settings stand for; None and "auto" count as left out.
+SETTLED = tuple(_ARGUMENTS.values())
+#: Settings that ask for a strategy, and parts of the names of strategies that fit.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
     "use_deepspeed": ("deepspeed",),
@@ -38,20 +48,61 @@ _SWITCHES = {
 }
 
 
-def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
-    return with_origins(given)[0]
+#: Variables of Lightning for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+VARIABLE_PREFIX = "PL_TRAINER_"
+_WRONG_PREFIX = "PACELINE_TRAINER_"
+
+
+def settled(init: Constructor[P]) -> Constructor[P]:
+    """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
+
+    It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
+    runs, its plan before all. ``settings_in_force`` of the object says where each value comes from.
+    """
+    parameters = inspect.signature(init).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @functools.wraps(init)
+    def settle(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        found = from_variables(tuple(defaults), kwargs)
+        variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
+        given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
+        init(self, *args, **overruled(given))  # type: ignore[arg-type]
+
+    return settle
+
+
+def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that variables give and code does not; warns of variables for arguments that are not ``known``."""
+    left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith((VARIABLE_PREFIX, _WRONG_PREFIX)) or not text:
+            continue
+        name = variable.removeprefix(VARIABLE_PREFIX).removeprefix(_WRONG_PREFIX).lower()
+        if name.startswith("_"):  # PL_TRAINER__MAX_EPOCHS is an argument of a TrainerCLI
+            continue
+        if name not in known or variable.startswith(_WRONG_PREFIX):
+            meant = messages.did_you_mean(VARIABLE_PREFIX + name.upper(), [VARIABLE_PREFIX + n.upper() for n in known])
+            why = "" if name in known else f": Trainer has no argument {name!r}"
+            hint = f" Use {MOVED[name]}." if name in MOVED else meant
+            messages.warn_once(f"The environment variable {variable} has no effect{why}.{hint}")
+        elif name not in passed or name in left_open:
+            found[name] = text
+            with contextlib.suppress(Exception):  # it is a word, not a number
+                found[name] = ast.literal_eval(text)
+    return found
 
 
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
+    """The final arguments, and a table of where each comes from, followed by the settings that were given.
 
     Args:
-        given: the arguments, by name.
-        defaults: those of the Trainer. An argument that has its default counts as left out.
-        variables: of the arguments whose value a variable ``PL_TRAINER_<ARGUMENT>`` gave, its name.
+        given: the arguments by name; those left out take what launch flags, variables or the settings file say.
+        defaults: the Trainer's. An argument with its default value counts as left out.
+        variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
     """
     variables, read = variables or {}, given
     given = {**read, **{name: (defaults or {})[name] for name in variables}}
@@ -74,7 +125,7 @@ def with_origins(
 
 
 def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, str]) -> Row:
-    """An argument of the Trainer as a line of a table; it is text from here on, so that it can be sent anywhere."""
+    """A Trainer argument as a line of the table, as plain data."""
     if name in places:
         return Row(name, _shown(filled), "settings", places[name])
     said = given is not default and (type(given) is not type(default) or given != default)
@@ -82,7 +133,7 @@ def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, 
 
 
 def _shown(value: Any) -> Any:
-    """A value for a table: objects by the name of their class."""
+    """A value for the table; objects become the names of their classes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -96,16 +147,16 @@ def _word(value: Any) -> Any:
     return type(value).__name__ if isinstance(value, Strategy) else value
 
 
-# ---- what the program says -----------------------------------------------------------------------------------------
+# ---- what the code says --------------------------------------------------------------------------------------------
 
 
 def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
-    """What the arguments say, in the settings' words."""
+    """What the arguments say, as settings."""
     return {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """The same for those arguments that variables gave."""
+    """The same for arguments from variables."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 
@@ -135,7 +186,7 @@ def _precision(given: Mapping[str, Any]) -> Any:
 
 def _accumulation(given: Mapping[str, Any]) -> Any:
     callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
-    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    scheduled = any(isinstance(c, Callback) and c.get_accumulate_grad_batches(0) is not None for c in callbacks)
     return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
 
 
@@ -157,7 +208,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The arguments that settings from elsewhere fill, with the place of each."""
+    """The arguments that settings fill, with the place of each."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,
@@ -192,7 +243,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
-    """Arguments of torch.compile; None: do not."""
+    """Arguments of torch.compile; None: do not compile."""
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]

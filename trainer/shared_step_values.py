@@ -30,16 +30,11 @@ HEADER = 7
 
 
 class Sharing:
-    """One place in the batches of one loader.
-
-    Args:
-        strategy: through which values are reduced.
-        where: the place, in words.
-        used: whether anything can be logged here.
+    """One place (``where``) in the batches of one loader; ``used``: whether anything can be logged there.
 
     Attributes:
-        on: the processes meet here, or have yet to agree about it.
-        muted: this process's batch counts for nothing: it takes part in the next meeting and has no say.
+        on: the processes meet here, or have not agreed on it yet.
+        muted: this process's batch does not count: it joins the next meeting without values.
         pending: the records updated since the last meeting, by key.
     """
 
@@ -52,7 +47,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """Reduce the values of a record here from now on, if the user asks for that."""
+        """Reduce a record's values here from now on, if the user asked for that."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:
@@ -72,13 +67,9 @@ class Sharing:
         record.update = update
 
     def meet(self, counts: bool = True) -> None:
-        """Reduce what was logged since the last meeting; every process comes here after each of its batches.
+        """Reduce what was logged since the last meeting; every process calls after each of its batches.
 
-        Args:
-            counts: this process has a say, unless it is ``muted``.
-
-        Raises:
-            ValueError: the processes logged different names.
+        This process's values count if ``counts`` and it is not ``muted``. Raises ValueError for different names.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -91,14 +82,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Take part in a meeting without a batch.
-
-        Args:
-            groups: those in which somebody had a say at the last one; None: any.
-
-        Returns:
-            Those in which somebody still has.
-        """
+        """Join a meeting without a batch. ``groups`` had values at the last one; returns those that still do."""
         self.pending.clear()
         if not self.on or not self._settled():
             return []
@@ -106,7 +90,7 @@ class Sharing:
         return [name for name in groups if self._reduce(self._groups[name], {}, False)]
 
     def _settled(self) -> bool:
-        """Whether the processes meet here. The first time they agree on that; later a new one needs them all."""
+        """Whether the processes meet here. They agree the first time; a later start needs all of them."""
         if not self._agreed:
             self._agreed = True
             if self.strategy.agree("" in self._groups):
@@ -160,7 +144,7 @@ class Sharing:
         return True
 
     def _unlike(self, group: Any, mine: list[str] | None) -> ValueError:
-        """The error for names that some processes logged and others did not; every process comes here."""
+        """The error for names that only some processes logged; every process calls."""
         found: list[Any] = self.strategy.gather_objects(("step values", mine), group)
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
@@ -185,14 +169,14 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """This process's batch counts for nothing: it meets the others at these places without a say."""
+    """Join the others at these places without values, because this process's batch does not count."""
     for place in places:
         if place.on:
             place.meet(counts=False)
 
 
 def keep_step(places: Iterable[Sharing]) -> None:
-    """This process has no batches left: it meets the others at these places until they have none either."""
+    """Join the others at these places until they have no batches left either."""
     going: dict[Sharing, list[str] | None] = dict.fromkeys(places)
     while going:
         going = {place: left for place, groups in going.items() if (left := place.idle(groups))}
@@ -222,7 +206,7 @@ def _stacked(records: list[Record], device: torch.device) -> Tensor:
 
 
 def _give(records: list[Record], values: Tensor, divisors: list[float]) -> None:
-    """Let records show these values, each divided by its divisor."""
+    """Set the records' values, each divided by its divisor."""
     if records:
         found = values / values.new_tensor(divisors)
         for record, value in zip(records, found.tolist() if found.is_cpu else found.unbind(), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,11 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
-from ..callbacks.timer import Timer
+from ..checkpoint import manifest, objects
+from ..checkpoint.find import find_checkpoint, highest_sequence
+from ..checkpoint.logger_positions import say_where, take_over
+from ..checkpoint.read import read
+from ..checkpoint.sharded_folder import together
 from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
@@ -19,6 +22,7 @@ from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
 from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
+from .checkpoint_contents import restore_model, restore_training
 from .compiled_step_checks import check_module
 from .data_source import DataSource
 from .default_callbacks import check_state_keys, order, refuse_switched_off
@@ -37,10 +41,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run. Returns what a fit goes on from, or None.
-
-    The order is drawn in ``callbacks/base.py``.
-    """
+    """Prepare a run, in the order of ``callbacks/base.py``. Returns what a fit resumes from, or None."""
     run.left = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -78,7 +79,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
         check_module(run)
     if request.fn != "fit":
         if checkpoint is not None:
-            _restore_model(run, checkpoint, ("model",))
+            restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
         run.trainer.profiler.attach(run.trainer)
         return None
@@ -89,17 +90,16 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
-    from ..checkpoint.logger_positions import say_where
-    from .checkpoint_contents import restore_training
-
     if run.trainer.max_epochs is None:
-        timed = any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
+        timed = any(callback.limits_training for callback in run.trainer.callbacks)
         if run.trainer.max_steps == -1 and not timed:
-            messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+            messages.warn_once(
+                "None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs."
+            )
         run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
-        _restore_model(run, checkpoint, parts)
+        restore_model(run, checkpoint, parts)
     run.strategy.settle_weights(run.module)
     run.model = run.strategy.wrap_for_training(run.model)
     setup_optimizers(run)
@@ -118,7 +118,7 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
 
 
 def say_position(run: Run, parts: tuple[str, ...]) -> None:
-    """Say where a fit that loaded a checkpoint begins, and with what of it."""
+    """Report where a fit that loaded a checkpoint starts, and which parts it restored."""
     state, path = run.state, messages.path(run.ckpt_path)
     where = f"epoch {state.epoch + state.epoch_done}, step {state.global_step}"
     if "loops" in parts:
@@ -128,21 +128,15 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
 
 
 def leave_no_window(run: Run) -> None:
-    """What a fit that failed left of an accumulation window is not for this one."""
+    """Drop an accumulation window that a failed fit has left."""
     run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
         optimizer.zero_grad()
 
 
-def _restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
-    from .checkpoint_contents import restore_model
-
-    restore_model(run, checkpoint, parts)
-
-
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
-    """The module to run, and whether it is that of the run before (none was passed)."""
+    """The module to run, and whether it is the previous run's, because none was passed."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
@@ -167,18 +161,18 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module inside DataParallel or DistributedDataParallel, which would wrap (and reduce) twice."""
+    """The module inside DataParallel or DistributedDataParallel, which would wrap it twice."""
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. "
+        f"The module was passed inside {type(module).__name__} and is unwrapped, because the strategy wraps it itself. "
         "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
-    """Tie run, module, data and callbacks together; check what can be checked before any of it runs."""
+    """Connect run, module, data and callbacks, and check them before any of their code runs."""
     loaders = tie(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
@@ -191,7 +185,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
 
 
 def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
-    """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
+    """Attach module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -208,7 +202,7 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     run.module = run.model = module
     run.datamodule = datamodule
     run.source = DataSource(run, loaders)
-    send = None if run.trainer.barebones else partial(_send, run)
+    send = None if run.trainer.barebones else run.trainer.log_metrics
     run.metrics = MetricStore(run.state, run.strategy, send)
     module.trainer = run.trainer
     if datamodule is not None:
@@ -217,20 +211,16 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     return loaders
 
 
-def _send(run: Run, values: dict[str, float], step: int) -> None:
-    run.trainer.log_metrics(values, step)
-
-
 def bind_hooks(run: Run) -> None:
-    """Look up who defines which hook; again after ``setup`` and ``configure_model``, which may add some."""
+    """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
-    """Add the callbacks a module brings; one of them replaces those of its type.
+    """Add the callbacks of ``configure_callbacks``; each replaces those of its type.
 
-    They stay with the run as long as that module does: a second run with it goes on with the same ones (a
-    ``ModelCheckpoint`` knows its best file). Another module's are taken out and what they replaced comes back.
+    They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
+    knows its best file. Another module's are removed, and those that they replaced return.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -255,7 +245,7 @@ def take_module_callbacks(run: Run, module: TrainingModule) -> None:
 
 
 def check_steps(run: Run, fn: str) -> None:
-    """The module defines the step this entry point needs, and its settings fit together."""
+    """Raise if the module lacks what this entry point needs, or its settings contradict each other."""
     module = run.module
     owner = type(module).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
@@ -282,9 +272,8 @@ def check_steps(run: Run, fn: str) -> None:
             value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "
-                    "it in "
-                    "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do it "
+                    "in training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
@@ -295,12 +284,12 @@ def check_steps(run: Run, fn: str) -> None:
 
 
 def has_forward(module: TrainingModule) -> bool:
-    """Whether the module says what ``self(x)`` is."""
+    """Whether the module defines ``forward``."""
     return overridden(module, "forward", nn.Module) is not None
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
-    """A hint at the method of the module that may have been meant for ``name``."""
+    """A hint at a method of the module that may be a misspelled ``name``."""
     close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
     return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
 
@@ -315,14 +304,12 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
+    """The checkpoint to load, set on the trainer or passed; ``"best"`` is looked up before callbacks change.
 
-    A fit that ``paceline doctor`` examines starts from none: one that goes on may have nothing left to train.
-    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
-    that SLURM requeued means ``"auto"`` without being told.
+    ``"last"`` and ``"auto"`` stay words until it is known where the callbacks of this run save. A fit in a job that
+    SLURM requeued means ``"auto"``. A fit that ``paceline doctor`` examines starts from none, because a resumed one
+    may have nothing left to train.
     """
-    from ..checkpoint.find import find_checkpoint
-
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
     told = None if request.again else run.trainer.asked_ckpt_path
@@ -333,12 +320,10 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
+    """Settle the loggers' folders before their first use: a resumed fit continues in those of the saved run.
 
-    Returns the path of the checkpoint to go on from, None if there is none.
+    Returns the path of the checkpoint to resume from, or None.
     """
-    from ..checkpoint.logger_positions import take_over
-
     if request.fn == "fit" and path is not None and run.trainer.loggers:
         path = found_on_rank_0(run, request, path)
         if path is not None and "loops" in request.restore and not request.again:
@@ -349,9 +334,7 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
-    """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
-    from ..checkpoint.find import find_checkpoint
-    from ..checkpoint.sharded_folder import together
+    """The checkpoint that ``path`` means on rank 0; other ranks may see another state of the folder."""
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
@@ -360,10 +343,7 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
 
 
 def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
-    """The checkpoint to load from, read; None if there is none to load."""
-    from ..checkpoint.find import highest_sequence
-    from ..checkpoint.read import read
-
+    """Read the checkpoint to load; None if there is none."""
     path = run.ckpt_path = found_on_rank_0(run, request, path)
     if request.fn == "fit" and run.strategy.is_global_zero:
         run.saves = max(run.saves, highest_sequence(run))
@@ -373,7 +353,18 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         best = request.module is None and request.ckpt_path is None and run.trainer.asked_ckpt_path is None
         uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
-    checkpoint = read(path, strategy=run.strategy)
+    if manifest.is_folder(path):
+        checkpoint = read(path, strategy=run.strategy, trusted=request.weights_only is False)
+    elif request.weights_only is None:
+        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path)
+    else:
+        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path, weights_only=request.weights_only)
+    apart = objects.names(checkpoint) if request.weights_only is not False else []
+    if apart:
+        messages.info(
+            f"{messages.path(path)} also holds {messages.names(apart, last='and')} as objects, which were not loaded, "
+            f"because that runs code that the file names. {request.fn}(weights_only=False) loads them."
+        )
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
         run.saves = max(run.saves, facts.get("sequence", 0))
@@ -395,7 +386,7 @@ def setup_optimizers(run: Run) -> None:
 
 
 def log_hyperparameters(run: Run) -> None:
-    """Send what ``save_hyperparameters`` kept, the module's and the DataModule's, and the graph to the loggers."""
+    """Send the hyperparameters of module and DataModule, and the model's graph, to the loggers."""
     if not run.trainer.loggers or not run.trainer.enable_autolog_hparams or not run.strategy.is_global_zero:
         return
     params: dict[str, Any] = {}

@@ -1,8 +1,7 @@
-"""The mathematics of one training batch: forward, backward, update.
+"""One training batch: forward, backward, update.
 
-Three forms with one call, ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the straight line),
-:class:`ClosureStep` (LBFGS and modules that override ``optimizer_step``) and :class:`ManualStep`. Which one, and
-everything it calls, is chosen when the run starts.
+Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep` (LBFGS
+and modules that override ``optimizer_step``) and :class:`ManualStep`. Each epoch chooses one and binds all it calls.
 """
 
 from __future__ import annotations
@@ -18,9 +17,12 @@ from torch.optim import LBFGS, Optimizer
 from .hooks import method_of, overridden
 from .loss import LossReader
 from .manual_step_check import second_backward
+from .module import TrainingModule
+from .profiling import by_module
 
 if TYPE_CHECKING:
     from .run import Run
+    from .state import RunState
 
 Outputs = Any
 
@@ -37,11 +39,11 @@ class ManualStep:
         return self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches there are, when no more will come; nothing waits in this form."""
+        """Step with the micro-batches so far, when no more will come; here there is nothing to do."""
 
 
 class FreeStep(ManualStep):
-    """For a module without optimizers: there is nothing to update, and each batch counts as a step."""
+    """For a module without optimizers: each batch counts as a step."""
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         output = self.forward(batch, batch_idx)
@@ -67,8 +69,6 @@ class TrainStep(ManualStep):
         super().__init__(run, forward)
         self.losses = losses
         module, hooks, strategy = run.module, run.hooks, run.strategy
-        from .module import TrainingModule
-
         self.optimizer: Optimizer = run.optimizers[0]
         self.accumulate = run.trainer.accumulate_grad_batches
         self.share = run.source.last_share
@@ -77,23 +77,23 @@ class TrainStep(ManualStep):
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
-        self.unscale = strategy.unscale_gradients if strategy.precision.scaler is not None else None
+        self.scales = strategy.precision.scaler is not None
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
         plain = overridden(self.optimizer, "zero_grad", Optimizer) is None and own_zero is None
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
-        self.clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        self.clear = by_module(run, "optimizer_zero_grad", clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
-        from .module import TrainingModule
-
         run = self.run
         own = overridden(module, "configure_gradient_clipping", TrainingModule)
         if own is None and run.trainer.gradient_clip_val is None:
             return None
         value, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
-        return lambda optimizer: (own or module.clip_gradients)(optimizer, value, algorithm)
+        clip = own or module.clip_gradients
+        return by_module(run, "configure_gradient_clipping", lambda optimizer: clip(optimizer, value, algorithm))
 
     def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
         zero(self.state.epoch, self.state.batch_idx, optimizer)
@@ -114,7 +114,7 @@ class TrainStep(ManualStep):
         return output
 
     def skip(self) -> None:
-        """Leave the batch out: it takes no place in the window."""
+        """Skip the batch: it does not count in the window."""
         if self.state.is_last_batch:
             self.finish_window()
 
@@ -161,14 +161,12 @@ class TrainStep(ManualStep):
             state.updates += 1
 
     def complete(self) -> None:
-        """Give the gradients their final size: unscaled, weighed by the window's true content, clipped."""
+        """Give the gradients their final size: unscaled, divided by what is really in the window, clipped."""
         optimizer = self.optimizer
-        if self.unscale is not None:
-            self.unscale(optimizer)
-        if self.losses.by_items:
-            self.run.strategy.scale_gradients(optimizer, self.losses.finish_window())
-        elif self.state.window != self.accumulate:
-            self.run.strategy.scale_gradients(optimizer, self.accumulate / self.state.window)
+        by_items, window = self.losses.by_items, self.state.window
+        if self.scales or by_items or window != self.accumulate:
+            factor = self.losses.finish_window() if by_items else self.accumulate / window
+            self.run.strategy.finish_gradients(optimizer, factor)
         for hook in self.before_step:
             hook(optimizer)
         if self.clip is not None:
@@ -178,8 +176,8 @@ class TrainStep(ManualStep):
 class ClosureStep(TrainStep):
     """For optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
 
-    The closure runs forward, backward, hooks and clipping; the first call of a batch may find gradients of earlier
-    micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
+    The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
+    window's earlier micro-batches; a further call (LBFGS) starts from cleared gradients.
     """
 
     UPDATE = "step_through_module"
@@ -193,6 +191,7 @@ class ClosureStep(TrainStep):
                 "accumulate_grad_batches=1."
             )
         self.managed = run.managed[0]
+        self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
@@ -226,9 +225,8 @@ class ClosureStep(TrainStep):
         self.step_through_module(closure)
         if not evaluated:
             raise RuntimeError(
-                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this "
-                "batch was not trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to "
-                "skip the step."
+                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this batch was not "
+                "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
             )
         return evaluated[0]
 
@@ -236,7 +234,7 @@ class ClosureStep(TrainStep):
         """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
-        self.run.module.optimizer_step(state.epoch, state.batch_idx, managed, closure)
+        self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
             for hook in self.before_zero:
@@ -252,30 +250,30 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """For a rank that has no sample in the epoch's last batch: it takes part with one that counts for nothing."""
+    """For a rank without a sample in the epoch's last batch: it runs one that does not count."""
 
     def __init__(self, step: ManualStep) -> None:
-        self.step = step
-        self.state, self.metrics = step.state, step.run.metrics
-        self.module = step.run.module
+        self.step, self.run, self.state = step, step.run, step.state
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         if not self.state.is_last_batch:
             return self.step(batch, batch_idx)
-        forward = self.step.forward
-        self.step.forward = lambda batch, batch_idx: _without_items(forward(batch, batch_idx))
-        try:
-            with self.metrics.muted(self.module):
-                return self.step(batch, batch_idx)
-        finally:
-            self.step.forward = forward
+        with self.run.metrics.muted(self.run.module):
+            return self.step(batch, batch_idx)
 
     def finish_window(self) -> None:
         self.step.finish_window()
 
 
-def _without_items(output: Any) -> Any:
-    return output | {"num_items": 0} if isinstance(output, dict) and "num_items" in output else output
+def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` for an :class:`EmptyLastStep`: the epoch's last batch has no items."""
+
+    def forward_without(batch: Any, batch_idx: int) -> Any:
+        output = forward(batch, batch_idx)
+        counts = state.is_last_batch and isinstance(output, dict) and "num_items" in output
+        return output | {"num_items": 0} if counts else output
+
+    return forward_without
 
 
 class IteratorStep(ManualStep):
@@ -297,16 +295,14 @@ class IteratorStep(ManualStep):
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """What ``optimizer.zero_grad()`` does, without its bookkeeping (6 us a step on a small model)."""
+    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us a step on a small model)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
-    """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
-    from .module import TrainingModule
-
+    """Choose the step for this module and its optimizers, each epoch: callbacks may change the accumulation."""
     module = run.module
     if not run.optimizers:
         return FreeStep(run, forward)
@@ -317,7 +313,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
 
 
 def detached(output: Any) -> dict[str, Any] | None:
-    """``training_step``'s output as ``on_train_batch_end`` gets it: a dict whose tensors are detached."""
+    """The output of ``training_step`` for ``on_train_batch_end``: a dict with detached tensors."""
     if output is None:
         return None
     if not isinstance(output, Mapping):

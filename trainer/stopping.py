@@ -1,4 +1,4 @@
-"""When a run stops before its limits: at a boundary that is the same on all ranks, and with one checkpoint."""
+"""Stopping a run before its limits: at the same boundary on all ranks, with one checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 from typing_extensions import Self
 
 from .. import messages
-from ..callbacks.checkpoint_retention import CheckpointKeeper
 from ..processes.cluster_environment import requeue
 from ..processes.signals import interruption
 from ..processes.stop_agreement import Stop, chosen
@@ -18,23 +17,18 @@ from ..processes.stop_agreement import Stop, chosen
 if TYPE_CHECKING:
     from .run import Run
 
-#: Why a run stops here: not at all, because somebody wants the training to end, or by a signal.
+#: Why a run stops here: not at all, because it was asked to, or by a signal.
 Reason = Literal["", "asked", "signal"]
 
 
 class Stops:
-    """The stop of one run.
+    """Stops one run at a boundary.
 
-    A boundary lies after each training batch (a fit that is to stop at one inside an accumulation window goes on to the
-    window's end), after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and
-    ``predict``.
+    There is a boundary after each training batch (inside an accumulation window a fit continues to the window's end),
+    after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and ``predict``.
 
-    Args:
-        run: whose run it is.
-        actions: what each signal does.
-
-    Attributes:
-        signum: the signal that ends the run on all ranks, at the boundary they agreed on; 0 until then.
+    ``actions`` says what each signal does. ``signum`` is the signal that ends the run, set on all ranks at the boundary
+    that they agreed on; 0 until then.
     """
 
     def __init__(self, run: Run, actions: Mapping[int, str]) -> None:
@@ -43,7 +37,7 @@ class Stops:
         self._found: Stop | None = None
 
     def here(self) -> Reason:
-        """Come to a boundary, and go past it unless there is a reason to stop. The loop has these lines inline."""
+        """Reach a boundary, and pass it unless there is a reason to stop. The loop has these lines inline."""
         reason = self.at(self.state.passed + 1) if self.state.stop else ""
         self.state.passed += 1
         if self.state.stop:
@@ -67,9 +61,9 @@ class Stops:
         return "asked"
 
     def _decide(self, boundary: int) -> Stop | None:
-        """Where to stop; None if nobody asks (any more)."""
+        """Where to stop; None if no process asks to stop (any more)."""
         state, strategy = self.state, self.run.strategy
-        state.stop = False  # before looking: whoever asks from here on sets it again
+        state.stop = False  # before looking: a later request sets it again
         told = strategy.is_told_to_stop()
         if not (told or state.signum or state.should_stop):
             return None
@@ -86,7 +80,7 @@ class Stops:
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
-        """The run has come to its end: if a signal came to any rank meanwhile, all end by it."""
+        """At the end of the run: if any rank received a signal meanwhile, all end by it."""
         self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum
@@ -99,11 +93,10 @@ class Stops:
         state.saving = True
         try:
             for callback in run.trainer.callbacks if state.fn == "fit" else []:
-                if isinstance(callback, CheckpointKeeper):
-                    callback.save_on_signal(run.trainer, name)
-                    saved |= callback.has_saved(state.global_step, weights=True)
-                    if callback.has_saved(state.global_step):
-                        break  # one file to go on from is enough, and time may be short
+                callback.save_on_signal(run.trainer, name)
+                saved |= callback.has_saved(state.global_step, weights=True)
+                if callback.has_saved(state.global_step):
+                    break  # one file to resume from is enough, and time may be short
         finally:
             state.saving = False
         if state.fn == "fit" and not saved:
@@ -120,7 +113,7 @@ class Stops:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Last of all: no rank ends, and gets the others killed by whoever started it, before all are done."""
+        """Wait for all ranks: a launcher kills the others as soon as one process has ended."""
         if not self.signum:
             return
         with suppress(RuntimeError):  # a rank is gone

@@ -1,4 +1,4 @@
-"""``Trainer``: its arguments, its entry points, and what can be read off it. Each entry point makes a ``Run``."""
+"""``Trainer``: its arguments, entry points and attributes. Each entry point makes a ``Run``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from torch import Tensor
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress import ProgressBar
+from ..checkpoint.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from ..checkpoint.restore import PARTS, Part, check_parts
 from ..data.datamodule import DataModule
-from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
 from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
+from ..settings import Row
 from ..settings.constructors import check_names
 from ..strategies.base import Strategy
 from ..strategies.choose import StrategyName, choose_strategy
@@ -29,23 +33,20 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
-from .choose_profiler import ProfilerName, chosen
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
+from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
-from .results_table import show_results
+from .plugins import Plugin, Plugins, sort_plugins
 from .run import Request, Run
-from .settings_arguments import with_origins
+from .settings_arguments import settled
 from .state import RunState
-from .states import TrainerStatus
+from .states import RunningStage, TrainerStatus
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..callbacks.early_stopping import EarlyStopping
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.progress import ProgressBar
     from .checkpoint_saver import Saver
     from .optimizers import SchedulerConfig
 
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
-    Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
-    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count. Any
-    argument that is left out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
+    Without ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile``, the settings of
+    ``paceline launch``, the environment or the file that ``paceline config`` writes apply. Any argument that is left
+    out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
         accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
@@ -119,7 +120,9 @@ class Trainer:
         detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. Slow.
         barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
             bare loop.
-        plugins: a Precision object, or a list with one.
+        plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are
+            written and read), a ClusterEnvironment (how a launcher tells a process its rank), a TorchSyncBatchNorm
+            (as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: make the loaders again every n epochs; 0: never.
         default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
@@ -134,10 +137,10 @@ class Trainer:
             Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
-    _from_variables: Mapping[str, str]
+    settings_in_force: list[Row]
 
     @check_names(check.MOVED)
-    @check.with_variables
+    @settled
     def __init__(
         self,
         *,
@@ -174,10 +177,10 @@ class Trainer:
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: ProfilerName | Profiler | None = None,
+        profiler: check.ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Precision | list[Precision] | None = None,
+        plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
@@ -185,14 +188,56 @@ class Trainer:
         compile: bool | Scope | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
-        defaults = check.defaults(Trainer.__init__)
-        given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
-        given = overruled(given)
-        self._check_limits(given)
-        self._check_steps(given)
-        self._check_flags(given)
-        where = (given[name] for name in ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins"))
-        self.strategy = choose_strategy(*where)
+        self.limit_train_batches = check.check_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = check.check_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = check.check_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = check.check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = check.check_limit("overfit_batches", overfit_batches)
+        self.max_steps = check.check_count("max_steps", max_steps, unlimited=True)
+        self.min_epochs = check.check_count("min_epochs", min_epochs, none=True)
+        self.min_steps = check.check_count("min_steps", min_steps, none=True)
+        self.fast_dev_run = check.check_fast_dev_run(fast_dev_run)
+        every = check.check_count("check_val_every_n_epoch", check_val_every_n_epoch, least=1, none=True)
+        self.check_val_every_n_epoch = every
+        self.val_check_interval, self.val_check_seconds = check.check_val_interval(val_check_interval, every)
+        sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
+        self.accumulate_grad_batches = check.check_accumulation(accumulate_grad_batches)
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val or None, gradient_clip_algorithm
+        check.check_clipping(self.gradient_clip_val, gradient_clip_algorithm)
+        every = 50 if log_every_n_steps is None else log_every_n_steps
+        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
+        reload = check.check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs)
+        self.reload_dataloaders_every_n_epochs = reload
+        self.inference_mode = check.check_switch("inference_mode", inference_mode)
+        self.use_distributed_sampler = check.check_switch("use_distributed_sampler", use_distributed_sampler)
+        self.detect_anomaly = check.check_switch("detect_anomaly", detect_anomaly)
+        self.barebones = check.check_switch("barebones", barebones)
+        self.sync_batchnorm = check.check_switch("sync_batchnorm", sync_batchnorm)
+        self.enable_autolog_hparams = check.check_switch("enable_autolog_hparams", enable_autolog_hparams)
+        self.enable_checkpointing = check.check_switch("enable_checkpointing", enable_checkpointing, none=True)
+        self.enable_progress_bar = check.check_switch("enable_progress_bar", enable_progress_bar, none=True)
+        self.enable_model_summary = check.check_switch("enable_model_summary", enable_model_summary, none=True)
+        self.benchmark = check.check_switch("benchmark", benchmark, none=True)
+        self.deterministic = check.check_deterministic(deterministic, benchmark)
+        self.compile: bool | Scope | Mapping[str, Any] = check.check_compile(compile)
+        limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
+        check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
+        if self.fast_dev_run:
+            self._shorten(int(self.fast_dev_run))
+        else:
+            self.max_epochs = check.check_max_epochs(max_epochs, max_steps, max_time)
+            check.check_range("epochs", min_epochs, max_epochs)
+            check.check_range("steps", min_steps, max_steps)
+        if barebones:
+            off = {"enable_checkpointing": enable_checkpointing, "enable_progress_bar": enable_progress_bar}
+            off |= {"enable_model_summary": enable_model_summary, "num_sanity_val_steps": num_sanity_val_steps}
+            off |= {"fast_dev_run": fast_dev_run, "detect_anomaly": detect_anomaly}
+            check.check_barebones(logger=logger, **off, log_every_n_steps=log_every_n_steps)
+            self.num_sanity_val_steps = 0
+        self.profiler = check.check_profiler(profiler)
+        self.signals = check_signals(signals or {})
+        self._place(sort_plugins(plugins), strategy, accelerator, devices, num_nodes, precision)
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers: list[Logger] = choose_loggers(logger, self)
@@ -202,59 +247,20 @@ class Trainer:
         self.state = RunState()
         self.current_run = Run(self)
 
-    def _check_limits(self, given: Mapping[str, Any]) -> None:
-        self.limit_train_batches = check.check_limit("limit_train_batches", given["limit_train_batches"])
-        self.limit_val_batches = check.check_limit("limit_val_batches", given["limit_val_batches"])
-        self.limit_test_batches = check.check_limit("limit_test_batches", given["limit_test_batches"])
-        self.limit_predict_batches = check.check_limit("limit_predict_batches", given["limit_predict_batches"])
-        self.overfit_batches = check.check_limit("overfit_batches", given["overfit_batches"])
-        self.max_epochs = check.check_count("max_epochs", given["max_epochs"], none=True, unlimited=True)
-        self.max_steps = check.check_count("max_steps", given["max_steps"], unlimited=True)
-        self.min_epochs = check.check_count("min_epochs", given["min_epochs"], none=True)
-        self.min_steps = check.check_count("min_steps", given["min_steps"], none=True)
-        self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
-        every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
-        self.check_val_every_n_epoch = every
-        self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
-        if self.fast_dev_run:
-            self.max_epochs, self.max_steps = 1, int(self.fast_dev_run)
-            self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
-            self.limit_train_batches = self.limit_val_batches = self.max_steps
-            self.limit_test_batches = self.limit_predict_batches = self.max_steps
-        elif self.max_epochs is None and (self.max_steps != -1 or given["max_time"] is not None):
-            self.max_epochs = -1
-        sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
-        self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
-        if self.fast_dev_run or given["barebones"]:
-            self.num_sanity_val_steps = 0
+    def _place(self, plugins: Plugins, *where: Any) -> None:
+        """Choose the strategy for the arguments ``where``, and what plugins replace."""
+        self.strategy = choose_strategy(*where, plugins.precision, environment=plugins.environment)
+        self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
+        self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
+        self.strategy.checkpoint_io = self.checkpoint_io
 
-    def _check_steps(self, given: Mapping[str, Any]) -> None:
-        self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
-        self.gradient_clip_val: float | None = given["gradient_clip_val"] or None
-        self.gradient_clip_algorithm: check.ClipAlgorithm | None = given["gradient_clip_algorithm"]
-        check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
-        every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
-        every = 1 if self.fast_dev_run else every
-        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
-        reload = given["reload_dataloaders_every_n_epochs"]
-        self.reload_dataloaders_every_n_epochs = check.check_count("reload_dataloaders_every_n_epochs", reload)
-
-    def _check_flags(self, given: Mapping[str, Any]) -> None:
-        check.check_flags(given)
-        self.enable_checkpointing: bool | None = given["enable_checkpointing"]
-        self.enable_progress_bar: bool | None = given["enable_progress_bar"]
-        self.enable_model_summary: bool | None = given["enable_model_summary"]
-        self.deterministic: bool | Literal["warn"] | None = given["deterministic"]
-        self.benchmark: bool | None = given["benchmark"]
-        self.inference_mode: bool = given["inference_mode"]
-        self.use_distributed_sampler: bool = given["use_distributed_sampler"]
-        self.sync_batchnorm: bool = given["sync_batchnorm"]
-        self.profiler: Profiler = chosen(given["profiler"])
-        self.detect_anomaly: bool = given["detect_anomaly"]
-        self.barebones: bool = given["barebones"]
-        self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
-        self.compile: bool | Scope | Mapping[str, Any] = given["compile"]
-        self.signals = check_signals(given["signals"] or {})
+    def _shorten(self, batches: int) -> None:
+        """Make every run a dry run of so many batches of each kind."""
+        self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+        self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
+        self.limit_train_batches = self.limit_val_batches = batches
+        self.limit_test_batches = self.limit_predict_batches = batches
+        self.log_every_n_steps = 1
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 
@@ -280,7 +286,7 @@ class Trainer:
                 folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
                 ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
                 the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
             restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
                 that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
                 optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
@@ -314,13 +320,11 @@ class Trainer:
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule, instead of loaders.
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
         """
         loaders = {"validate": dataloaders}
-        results = self._begin(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
-        if verbose and self.is_global_zero:
-            show_results(results, "validate")
-        return results
+        request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        return self._evaluate(request, verbose)
 
     def test(
         self,
@@ -333,9 +337,13 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
         loaders = {"test": dataloaders}
-        results = self._begin(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
+        request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        return self._evaluate(request, verbose)
+
+    def _evaluate(self, request: Request, verbose: bool) -> list[dict[str, float]]:
+        results = self._begin(request)()
         if verbose and self.is_global_zero:
-            show_results(results, "test")
+            show_results(results, request.fn)
         return results
 
     @overload
@@ -390,7 +398,7 @@ class Trainer:
             return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
                 None means True.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
             gather: with several processes, return the batches of all of them, in the order of the data, on each one.
                 False: each process returns those it made.
 
@@ -405,15 +413,15 @@ class Trainer:
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run as it stands, whole or not at all, and return when it is on the disk.
+        """Write a checkpoint of the run, whole or not at all, and return when it is on the disk.
 
-        Every rank must call. A write in the background that is still in flight is waited for first.
+        Every rank must call. A background write is finished first.
 
         Args:
-            filepath: the file; the folder, under a strategy that writes sharded checkpoints; or an address of it, such
-                as ``s3://bucket/run/x.ckpt``.
+            filepath: a path or an address such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
+                sharded checkpoints.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
-            storage_options: must be None.
+            storage_options: for a CheckpointIO of yours; else it must be None.
 
         Raises:
             AttributeError: no module is attached yet.
@@ -424,16 +432,11 @@ class Trainer:
                 f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
                 "test, predict) first."
             )
-        if storage_options is not None:
-            raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
-                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out."
-            )
-        self.saver.save([filepath], bool(weights_only))
+        self.saver.save([filepath], bool(weights_only), storage_options=storage_options)
 
     @property
     def saver(self) -> Saver:
-        """What writes the checkpoints of the run, one at a time."""
+        """Writes the checkpoints of the run, one at a time."""
         return self.current_run.saver
 
     def __getstate__(self) -> dict[str, Any]:
@@ -451,8 +454,8 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """A run of what is asked for: here, or in the processes that the strategy's launcher starts."""
-        check.check_request(self.state.fn, request, self.asked_ckpt_path)
+        """Prepare a run of the request, here or in the processes that the strategy's launcher starts."""
+        check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
             return partial(self._run_in_processes, launcher, request)
@@ -460,7 +463,7 @@ class Trainer:
         return self.current_run.execute
 
     def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
-        """Run in the processes that the launcher starts; what that takes is imported here."""
+        """Run in the processes that the launcher starts."""
         from ..processes.launch import told_if_stopped_early
 
         with told_if_stopped_early(len(self.strategy.device_ids)):
@@ -472,16 +475,15 @@ class Trainer:
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: True makes them without memory, under a strategy that shards: each process then gets the part
-                that it holds.
+            empty_init: True makes them without memory under a strategy that shards; each process then gets its part.
         """
         return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
-    # ---- where the run stands --------------------------------------------------------------------------------------
+    # ---- state of the run ------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        """The training epoch under way, 0-based; the number of finished epochs between epochs."""
+        """The current training epoch, 0-based; between epochs, the number of finished epochs."""
         return self.state.epoch
 
     @property
@@ -491,7 +493,7 @@ class Trainer:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch under way is the last of its epoch."""
+        """Whether the current training batch is the last of its epoch."""
         return self.state.is_last_batch
 
     @property
@@ -505,7 +507,7 @@ class Trainer:
         self.state.stop |= self.state.should_stop
 
     def may_stop(self) -> bool:
-        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
+        """Whether ``should_stop`` counts yet: only after ``min_epochs`` and ``min_steps``."""
         epochs, steps = self.min_epochs or 0, self.min_steps or 0
         if self.state.epoch >= epochs and self.state.global_step >= steps:
             return True
@@ -514,51 +516,51 @@ class Trainer:
 
     @property
     def training(self) -> bool:
-        """The training part of a fit is running."""
+        """Whether the training part of a fit is running."""
         return self.state.stage == "train"
 
     @property
     def validating(self) -> bool:
-        """A validation is running, alone or inside a fit."""
+        """Whether a validation is running, alone or inside a fit."""
         return self.state.stage == "validate"
 
     @property
     def testing(self) -> bool:
-        """``test`` is running."""
+        """Whether ``test`` is running."""
         return self.state.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """``predict`` is running."""
+        """Whether ``predict`` is running."""
         return self.state.stage == "predict"
 
     @property
     def sanity_checking(self) -> bool:
-        """The validation batches ahead of training are being tried."""
+        """Whether the validation batches before training are running."""
         return self.state.stage == "sanity_check"
 
     @sanity_checking.setter
     def sanity_checking(self, checking: bool) -> None:
-        self.state.stage = "sanity_check" if checking else None
+        self.state.stage = RunningStage.SANITY_CHECKING if checking else None
 
     @property
     def evaluating(self) -> bool:
-        """A validation or test is running."""
+        """Whether a validation or test is running."""
         return self.state.stage in ("validate", "test", "sanity_check")
 
     @property
     def interrupted(self) -> bool:
-        """The last run ended early."""
+        """Whether the last run ended early."""
         return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:
-        """SIGTERM has come; the run ends after this batch."""
+        """Whether SIGTERM was received; the run ends after this batch."""
         return self.state.signum == 15
 
     @property
     def logs_this_step(self) -> bool:
-        """Whether the update under way, or just made, is one whose values go to the loggers."""
+        """Whether the values of the current or just finished update go to the loggers."""
         state = self.state
         return (state.updates if state.stepped else state.updates + 1) % self.log_every_n_steps == 0
 
@@ -574,12 +576,12 @@ class Trainer:
 
     @property
     def lightning_module(self) -> TrainingModule | None:
-        """Lightning's name for :attr:`training_module`; None before there is one."""
+        """Lightning's name for :attr:`training_module`, or None if there is none yet."""
         return self.current_run.module
 
     @property
     def model(self) -> Any:
-        """The module as the strategy wrapped it; None before there is one."""
+        """The module as the strategy wrapped it, or None."""
         return self.current_run.model
 
     @model.setter
@@ -606,7 +608,7 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers of the fit, each with when it advances."""
+        """The learning rate schedulers of the fit, with their intervals."""
         return self.current_run.lr_scheduler_configs
 
     @lr_scheduler_configs.setter
@@ -620,17 +622,17 @@ class Trainer:
 
     @property
     def predict_batch_indices(self) -> list[list[list[int]]]:
-        """For each loader of a ``predict``, the indices of the samples of each batch so far, where they are known."""
+        """For each loader of a ``predict``, the sample indices of each batch so far, if they are known."""
         return self.current_run.predict_batch_indices
 
     @property
     def current_batch_indices(self) -> list[int] | None:
-        """The indices of the samples of the batch that is being predicted; None where they are not known."""
+        """The sample indices of the current ``predict`` batch; None if they are not known."""
         return self.current_run.current_batch_indices
 
     @property
     def ckpt_path(self) -> str | None:
-        """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
+        """The file that the last run loaded, or None. If set, every entry point loads it, until it is set to None."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -665,44 +667,44 @@ class Trainer:
 
     @property
     def num_devices(self) -> int:
-        """Devices on this node."""
+        """Number of devices on this node."""
         return self.world_size // self.num_nodes
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.strategy.num_nodes
 
     @property
     def world_size(self) -> int:
-        """Processes over all machines."""
+        """Number of processes on all machines."""
         return self.strategy.world_size
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """This process's number among all."""
         return self.strategy.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process on its machine."""
+        """This process's number on its machine."""
         return self.strategy.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This process's machine."""
+        """The number of this process's machine."""
         return self.strategy.node_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and messages."""
         return self.strategy.is_global_zero
 
     # ---- data ------------------------------------------------------------------------------------------------------
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or None before it was made."""
+        """The training loader, or None if it is not made yet."""
         return self.current_run.source.train_loader
 
     def _eval_loaders(self, kind: str) -> Any:
@@ -726,7 +728,7 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Training batches an epoch; inf for a loader without length."""
+        """Training batches per epoch; inf for a loader without a length."""
         return self.current_run.source.num_training_batches
 
     @property
@@ -777,18 +779,14 @@ class Trainer:
 
     def _accumulation(self, epoch: int) -> int:
         """Micro-batches an update in an epoch."""
-        from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-
-        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-        return self.accumulate_grad_batches if schedule is None else schedule.get_accumulate_grad_batches(epoch)
+        found = (callback.get_accumulate_grad_batches(epoch) for callback in self.callbacks)
+        return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """The ``ModelCheckpoint`` callbacks."""
-        from ..callbacks.model_checkpoint import ModelCheckpoint
-
         return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
 
     @property
@@ -799,8 +797,6 @@ class Trainer:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """The ``EarlyStopping`` callbacks."""
-        from ..callbacks.early_stopping import EarlyStopping
-
         return [c for c in self.callbacks if isinstance(c, EarlyStopping)]
 
     @property
@@ -811,8 +807,6 @@ class Trainer:
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        from ..callbacks.progress import ProgressBar
-
         return next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
 
     # ---- logging ---------------------------------------------------------------------------------------------------
@@ -833,12 +827,12 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every value logged so far, by name: scalar tensors. What callbacks monitor."""
+        """Every value logged so far, as scalar tensors by name. Callbacks monitor these."""
         return callback_values(self.current_run.metrics)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values for the progress bar. On an accelerator they may be one refresh old: nothing waits for it."""
+        """The values for the progress bar. On an accelerator they may be one refresh old, because nothing waits."""
         return bar_values(self.current_run.metrics)
 
     @property
@@ -847,11 +841,11 @@ class Trainer:
         return sent_values(self.current_run.metrics)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Send numbers to all loggers, with the epoch; does nothing on other ranks than 0.
+        """Send numbers to all loggers, with the epoch; does nothing on ranks other than 0.
 
         Args:
             metrics: numbers by name.
-            step: place on the x axis; the number of updates made if None.
+            step: position on the x axis; None: the number of updates made.
         """
         if self.is_global_zero:
             values = {"epoch": self.state.epoch, **metrics}

@@ -10,6 +10,7 @@ from ..processes.timings import timed
 from . import phases
 from .evaluation import EvalLoop
 from .state import Pending
+from .states import RunningStage
 
 if TYPE_CHECKING:
     from .run import Run
@@ -20,8 +21,8 @@ class Validation:
     """The validations of one fit.
 
     Attributes:
-        every: batches between two validations in the epoch under way; inf: after its last; None: none in this epoch.
-        random: the random states in which the validation under way began.
+        every: batches between validations in the current epoch; inf: after its last batch; None: no validation.
+        random: the random states at the start of the current validation.
     """
 
     def __init__(self, run: Run) -> None:
@@ -32,7 +33,7 @@ class Validation:
         self.random: dict[str, Any] | None = None
 
     def comes(self) -> bool:
-        """Whether an epoch that this fit may still train validates."""
+        """Whether a remaining epoch of this fit validates."""
         run, state = self.run, self.run.state
         if not run.source.validates() or run.trainer.limit_train_batches == 0:
             return False
@@ -40,11 +41,11 @@ class Validation:
         return run.trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= run.trainer.max_epochs
 
     def sanity_check(self) -> None:
-        """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
+        """Run a few validation batches before training; metrics and random states stay as they were."""
         run, hooks, metrics = self.run, self.run.hooks, self.run.metrics
         if not self.comes() or run.trainer.num_sanity_val_steps == 0:
             return
-        run.state.stage = "sanity_check"
+        run.state.stage = RunningStage.SANITY_CHECKING
         with isolate_rng():
             metrics.enter(phases.SANITY_HOOK)
             for hook in hooks.on_sanity_check_start:
@@ -56,7 +57,7 @@ class Validation:
         metrics.discard()
 
     def plan_epoch(self) -> bool:
-        """Decide when this epoch validates; False if it does not."""
+        """Decide when this epoch validates; return whether it does."""
         run = self.run
         epochs = run.trainer.check_val_every_n_epoch
         skipped = epochs is not None and (run.state.epoch + 1) % epochs != 0
@@ -78,13 +79,13 @@ class Validation:
 
     @timed("validation")
     def validate(self) -> Reason:
-        """A validation in the middle or at the end of an epoch, with a boundary behind it: why the run stops there."""
+        """Validate during a fit. Returns why the run stops at the boundary after it, if it does."""
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
         self.random, state.pending = random_states(), Pending.VALIDATION
-        state.stage = "validate"
+        state.stage = RunningStage.VALIDATING
         self.loop.evaluate(zero_grad=state.window == 0)
-        state.stage = "train"
+        state.stage = RunningStage.TRAINING
         self.last = time.monotonic()
         metrics.enter(phases.TRAIN_BATCH)
         return self.run.stops.here()

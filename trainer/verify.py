@@ -1,4 +1,4 @@
-"""``verify``: does a strategy give the numbers of one process, and if not, from which step on, in which parameter."""
+"""``verify``: whether a strategy gives the same numbers as one process, or where they first differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
     from .module import TrainingModule
 
-#: What a strategy may add to the rounding that one process has anyway.
+#: How many times larger a strategy's error may be than that of one process.
 _FACTOR = 10.0
 _SEED = 20
 
@@ -35,11 +35,10 @@ class Verdict:
     """How one strategy compares with one process.
 
     Attributes:
-        strategy: its name.
-        error: the largest error of a parameter after the last step, as a fraction of the largest norm it had so far,
-            against the same training in float64.
-        one_process: the same of one process in the precision that was asked for: what rounding alone costs.
-        step: the first step after which a parameter departs, 0 being the start; None if none does.
+        error: the largest error of a parameter after the last step, as a fraction of its largest norm so far, compared
+            with the same training in float64.
+        one_process: the same for one process in the requested precision: the error of rounding alone.
+        step: the first step after which a parameter differs, 0 being the start; None if none does.
         parameter: that parameter's name.
         failure: the error that ended the run, or an empty text.
     """
@@ -53,7 +52,7 @@ class Verdict:
 
     @property
     def same(self) -> bool:
-        """Whether the strategy gives the numbers of one process."""
+        """Whether the strategy gives the same numbers as one process."""
         return self.step is None and not self.failure
 
 
@@ -67,7 +66,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all strategies give the numbers of one process."""
+        """Whether all strategies give the same numbers as one process."""
         return all(verdict.same for verdict in self.verdicts)
 
     def __getitem__(self, strategy: str) -> Verdict:
@@ -95,10 +94,10 @@ def verify(
 ) -> Report:
     """Train a few steps under each strategy and compare every parameter after every step with one process.
 
-    Each run starts from the module's present weights and makes ``steps`` updates on the same batches: a strategy that
-    splits the data gets an equal part of every batch on each process. The yardstick is one process in float64; a
-    strategy departs when its error exceeds both ``tolerance`` and ten times that of one process in its own precision.
-    Dropout is switched off, since its masks depend on who draws them. The module itself is not changed.
+    Each run starts from the module's current weights and makes ``steps`` updates on the same batches; a strategy that
+    splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
+    strategy differs if its error exceeds both ``tolerance`` and ten times that of one process in its own precision.
+    Dropout is switched off, because its masks depend on the process. The module itself is not changed.
 
     Args:
         module: as for ``fit``; its ``configure_optimizers`` is used.
@@ -106,7 +105,7 @@ def verify(
         strategies: names, or Strategy objects that are not in use.
         devices: processes of each strategy.
         steps: optimizer updates to compare.
-        tolerance: the error of a parameter, as a fraction of the largest norm it had so far, that counts as rounding.
+        tolerance: the error that counts as rounding, as a fraction of the parameter's largest norm so far.
         **arguments: more for the Trainer, such as ``precision=``, ``accumulate_grad_batches=`` and ``accelerator=``.
 
     Returns:
@@ -142,7 +141,7 @@ def _run(
     recorder: Callback,
     arguments: dict[str, Any],
 ) -> None:
-    """Train a copy of the module on the batches; the recorder looks after each update."""
+    """Train a copy of the module on the batches, with a recorder that reads each update."""
     torch.manual_seed(_SEED)
     learner = copy.deepcopy(module)
     for part in learner.modules():
@@ -160,7 +159,7 @@ def _run(
 
 
 def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """The first batches of a loader, going over it again when it ends."""
+    """The first ``count`` batches of a loader, which is read again when it ends."""
     found: list[Any] = []
     epoch = 0
     while len(found) < count:
@@ -190,7 +189,7 @@ def _exactly(tensor: Tensor) -> Tensor:
 
 
 class _Part:
-    """The part of each batch that this process's share of the data is."""
+    """This process's part of each batch."""
 
     def __init__(self, batches: Iterable[Any], trainer: Trainer) -> None:
         self.batches = list(batches)
@@ -219,7 +218,7 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
 
 
 class _Exact(Callback):
-    """Keeps the parameters after each update in a file."""
+    """Saves the parameters after each update in a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -232,7 +231,7 @@ class _Exact(Callback):
             self.look(trainer.state.updates, trainer.strategy.model_state(pl_module), trainer.is_global_zero)
 
     def look(self, step: int, state: dict[str, Any], first: bool) -> None:
-        """Take in the parameters after an update; every process calls."""
+        """Record the parameters after an update; every process calls."""
         torch.save(state, self.folder / f"{step}.pt")
 
 
@@ -260,7 +259,7 @@ class _Compared(_Exact):
         return max(self.errors[-1].values())
 
     def departs(self, rounding: _Compared, tolerance: float) -> tuple[int | None, str]:
-        """The first step and parameter whose error is more than rounding."""
+        """The first step and parameter with more than rounding error."""
         allowed = tolerance
         for step, (mine, usual) in enumerate(zip(self.errors, rounding.errors, strict=True)):
             allowed = max(allowed, _FACTOR * max(usual.values()))

@@ -1,1 +1,1 @@
-"""Tries on a run's own module: which learning rate, which batch size. Nothing of a trial is left behind."""
+"""Trials on a run's own module that find a learning rate or a batch size, and leave nothing else behind."""

@@ -1,4 +1,4 @@
-"""Where a setting such as ``batch_size`` or ``lr`` lies: an attribute or a hyperparameter, by its name or its path."""
+"""Find the attributes and hyperparameters that hold a setting such as ``batch_size`` or ``lr``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NOTHING = object()
 
 
 class Place(NamedTuple):
-    """One place that holds a setting.
+    """An attribute or entry that holds a setting.
 
     Attributes:
         holder: the object or mapping.
         key: the name in it.
-        words: what it is called in messages.
+        words: its name in messages.
     """
 
     holder: Any
@@ -25,11 +25,11 @@ class Place(NamedTuple):
     words: str
 
     def get(self) -> Any:
-        """The value there."""
+        """The value."""
         return _get(self.holder, self.key)
 
     def set(self, value: Any) -> None:
-        """Put a value there."""
+        """Set the value."""
         if isinstance(self.holder, MutableMapping):
             self.holder[self.key] = value
         else:
@@ -41,7 +41,7 @@ def _get(holder: Any, key: str) -> Any:
 
 
 def _at(holder: Any, path: str, words: str) -> Place | None:
-    """The place at a path such as ``"optimizer.lr"`` below ``holder``; None if there is none that can be set."""
+    """The attribute at a path such as ``"optimizer.lr"`` in ``holder``; None if it does not exist or cannot be set."""
     *way, key = path.split(".")
     for step in way:
         holder = _get(holder, step)
@@ -56,12 +56,7 @@ def _at(holder: Any, path: str, words: str) -> Place | None:
 
 
 def find(owners: Sequence[Any], path: str) -> list[Place]:
-    """All places of a name: attributes of the owners, and entries of their hyperparameters.
-
-    Args:
-        owners: the module and the DataModule, of which either may be None.
-        path: a name, or a dotted path.
-    """
+    """All attributes and hyperparameters of the owners (None is skipped) with a name or dotted path."""
     found = []
     for owner in owners:
         if owner is None:
@@ -74,17 +69,7 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 
 
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
-    """The places of the first name that has any.
-
-    Args:
-        owners: as for :func:`find`.
-        asked: the name that the user gave; empty: the first of ``names`` that there is.
-        names: usual ones.
-        argument: how the user gives one, in the error.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """The attributes and hyperparameters of the first name that exists."""
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:
@@ -100,11 +85,6 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
     )
 
 
-def owners(module: Any, datamodule: Any) -> list[Any]:
-    """Who may hold a setting."""
-    return [module, datamodule]
-
-
 def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[Place]:
-    """Where the learning rate lies."""
-    return find_one_of(owners(module, datamodule), attr_name, LR_NAMES, "attr_name")
+    """The attributes and hyperparameters that hold the learning rate."""
+    return find_one_of([module, datamodule], attr_name, LR_NAMES, "attr_name")

@@ -1,36 +1,45 @@
-"""The largest batch that fits into memory: sizes are tried, by real steps, until one does not fit."""
+"""Find the largest batch that fits into memory, by real steps with growing sizes."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from .. import messages
 from ..data.batches import batch_size_of
-from ..data.combined_loader import length_of
-from ..data.loaders import samples_in_batch, whole_of
+from ..data.combined_loader import CombinedLoader, length_of
+from ..data.loaders import is_loader_collection, replaced, samples_in_batch, whole_of
 from ..memory.out_of_memory_retry import is_out_of_memory
-from . import peak_memory, trial
+from ..processes.cpu_memory import give_back_memory
+from ..torch_private import forget_iterator
+from . import trial
 from .attribute_lookup import Place
-from .loaders import resized
 from .trial_run import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
 
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
 
 class BatchTrial(NamedTuple):
-    """What came of one batch size.
+    """The result for one batch size.
 
     Attributes:
         size: samples in a batch of one process.
-        fits: no process ran out of memory.
-        peak_bytes: the most memory that was in use at once, on the process that used most: of the device, or on the
-            CPU of the process; None where nobody counts.
-        seconds: that it took.
+        fits: whether no process ran out of memory.
+        peak_bytes: peak memory on the process that used most, of the device, or on the CPU of the process; None if
+            unknown.
+        seconds: duration.
         where: ranks that ran out of memory.
     """
 
@@ -61,13 +70,10 @@ class Found:
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """The settings of a search; call it with an attached trainer.
+    """The settings of a search; call it with a prepared run.
 
     Args:
-        places: finds where the size lies, given the trainer.
-
-    Raises:
-        ValueError: a setting is out of range.
+        places: finds the attributes that hold the size.
     """
 
     places: Callable[[Run], list[Place]]
@@ -91,7 +97,7 @@ class SizeSearch:
             )
 
     def __call__(self, run: Run) -> Found:
-        """Try sizes on the module as it is, then put everything back, the size too."""
+        """Try sizes on the module, then restore everything, including the size."""
         check(run)
         kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
@@ -104,9 +110,9 @@ class SizeSearch:
                 place.set(value)
 
     def search(self, trials: _Trials) -> int:
-        """Double until it does not fit, halve until it does; ``binsearch`` then closes in on the largest that fits.
+        """Double until a size does not fit, or halve until one does; ``binsearch`` then narrows down the largest one.
 
-        To half the margin: nearer is not worth the trials.
+        It stops at half the margin, because more precision is not worth the trials.
         """
         size, fits, fails = min(self.init_val, self.max_val or self.init_val), 0, 0
         while len(trials.made) < self.max_trials:
@@ -134,7 +140,7 @@ class SizeSearch:
         return max(int(fits * (1 - self.margin)), 1) if self.mode == "binsearch" and fails else fits
 
     def nothing_fits(self, made: list[BatchTrial]) -> RuntimeError:
-        """The error when no size ran."""
+        """The error if no size fits."""
         return RuntimeError(
             f"No batch size that was tried fits into memory ({'; '.join(map(str, made))}). Lower the memory a sample "
             "takes: precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
@@ -144,12 +150,11 @@ class SizeSearch:
 class _Trials:
     """Tries sizes on all ranks.
 
-    No gradient is communicated in a trial: a rank that runs out of memory leaves none waiting for it, and all learn of
-    it when everybody is done.
+    Trials communicate no gradients, so no rank waits for one that ran out of memory; all learn of it afterwards.
 
     Attributes:
-        made: what came of each size so far.
-        samples: in the data of one process; None while not known.
+        made: results so far.
+        samples: samples in the data of one process; None while unknown.
     """
 
     def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
@@ -160,12 +165,12 @@ class _Trials:
     def __call__(self, size: int) -> bool:
         """Whether a size fits."""
         strategy = self.run.strategy
-        peak_memory.start(strategy.device)
+        _reset_peak(strategy.device)
         start = time.perf_counter()
         kind, error = self.attempt(size)
-        mine = (kind, peak_memory.read(strategy.device), time.perf_counter() - start, self.samples)
+        mine = (kind, _peak_bytes(strategy.device), time.perf_counter() - start, self.samples)
         self.put_back()
-        peak_memory.start(strategy.device)
+        _reset_peak(strategy.device)
         found = strategy.gather_objects(mine)
         self.refuse_errors(error, [one[0] for one in found])
         out = tuple(rank for rank, one in enumerate(found) if one[0] == "out of memory")
@@ -176,7 +181,7 @@ class _Trials:
         return not out
 
     def attempt(self, size: int) -> tuple[str, Exception | None]:
-        """The steps of a trial, and how they ended on this rank."""
+        """Run the steps of a trial; returns how they ended on this rank."""
         for place in self.places:
             place.set(size)
         try:
@@ -184,11 +189,11 @@ class _Trials:
         except Exception as error:
             if not is_out_of_memory(error):
                 return f"{type(error).__name__}: {error}", error
-            return "out of memory", None  # with its frames the memory is let go
+            return "out of memory", None  # without the error, whose frames would keep the memory
         return "", None
 
     def refuse_errors(self, error: Exception | None, kinds: list[str]) -> None:
-        """Raise, on every rank, what a smaller batch does not help."""
+        """Raise errors other than running out of memory on every rank."""
         if error is not None:
             raise error
         wrong = next(((r, kind) for r, kind in enumerate(kinds) if kind not in ("", "out of memory")), None)
@@ -196,9 +201,9 @@ class _Trials:
             raise RuntimeError(f"scale_batch_size ended with an error on rank {wrong[0]}: {wrong[1]}")
 
     def steps(self, size: int) -> None:
-        """Real steps with batches of a size."""
+        """Run real steps with batches of a size."""
         settings = self.settings
-        change = None if self.places_decide() else partial(resized, size=size)
+        change = None if self.places_decide() else partial(_resized, size=size)
         with stand_in(self.run, change) as own:
             strategy, made = own.strategy, 0
             if settings.method != "fit":
@@ -222,11 +227,11 @@ class _Trials:
                 trial.train(own, lambda: None, enough)
 
     def places_decide(self) -> bool:
-        """Whether loaders come from hooks, which read the size where it lies."""
+        """Whether loaders come from hooks, which read the size from an attribute."""
         return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
-        """Raise if the data come in batches of another size: then the trials would measure nothing."""
+        """Raise if batches have another size, because then the trials would measure nothing."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
             strategy = self.run.strategy
@@ -245,12 +250,12 @@ class _Trials:
 
 
 def stage_of(method: str) -> str:
-    """The stage whose loader counts."""
+    """The stage whose loader is resized."""
     return "train" if method == "fit" else method
 
 
 def check(run: Run) -> None:
-    """Raise where trials could not be run side by side."""
+    """Raise if trials cannot run independently on each rank."""
     strategy = run.strategy
     refuse_strategy(run, "scale_batch_size")
     if strategy.world_size > 1 and (strategy.communicates_forward or run.trainer.sync_batchnorm):
@@ -262,27 +267,18 @@ def check(run: Run) -> None:
         )
 
 
-# ---- what an update learns from --------------------------------------------------------------------------------------
+# ---- effective batch size --------------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
-    """A batch size of one process, and of how many batches an update is made."""
+    """The batch size of one process, and the number of batches per update."""
 
     size: int
     accumulate: int
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """The largest batch up to ``largest`` that divides what one process has of an update.
-
-    Args:
-        largest: batch that fits.
-        effective: samples an update is to learn from, over all processes; None: leave the accumulation alone.
-        num_ranks: processes that the data are split over.
-
-    Raises:
-        ValueError: the samples of an update cannot be split over the processes.
-    """
+    """The largest batch size up to ``largest`` that divides a process's samples of an update."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:
@@ -293,3 +289,70 @@ def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
     share = effective // num_ranks
     size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
     return Plan(size, share // size)
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def _check_loader(loader: Any) -> None:
+    """Raise a ValueError if only the user can change this loader's batch size."""
+    why = ""
+    if isinstance(loader, CombinedLoader) or is_loader_collection(loader):
+        why = "several loaders were given, and it is not clear whose batches are meant"
+    elif not isinstance(loader, DataLoader):
+        why = f"a {type(loader).__name__} was given, whose batches are made already"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        made = "its data set (batch_size=None)" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
+        why = f"the {type(loader).__name__} that was given gets its batches from {made}"
+    if why:
+        raise ValueError(
+            f"scale_batch_size cannot change the batch size: {why}. Define train_dataloader() on the module or a "
+            "DataModule, which reads self.batch_size, or pass one DataLoader(dataset, batch_size=...)."
+        )
+
+
+def size_of(loader: Any) -> int:
+    """The batch size of a loader, if it can be changed."""
+    _check_loader(loader)
+    return loader.batch_sampler.batch_size
+
+
+def _resized(loader: Any, size: int) -> Any:
+    """A copy of a loader with another batch size."""
+    _check_loader(loader)
+    batches = BatchSampler(loader.sampler, size, loader.drop_last)
+    return replaced(loader, batch_size=size, batch_sampler=batches)
+
+
+def resize(loader: Any, size: int) -> None:
+    """Change the batch size of the user's loader itself, which does not allow setting the attribute."""
+    _check_loader(loader)
+    loader.batch_sampler.batch_size = size
+    vars(loader).update(batch_size=size)
+    forget_iterator(loader)
+
+
+# ---- peak memory -----------------------------------------------------------------------------------------------------
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Free unused memory, and start measuring the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    give_back_memory()
+    with suppress(OSError):  # another system, or a container that forbids it
+        _RESET.write_text("5")
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """Peak memory of the device (on the CPU, of this process) since :func:`_reset_peak`; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:") and device.type == "cpu":
+                return int(line.split()[1]) * 1024
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..callbacks.base import Callback
-from .trials_in_run import Trials
+from .trials_in_run import find_size, resume_size
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -19,15 +19,8 @@ class BatchSizeFinder(Callback):
     A resumed fit does not search: it uses the size from the checkpoint.
 
     Args:
-        mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest that does.
-        steps_per_trial: optimizer steps (batches, when evaluating) that a size has to survive.
-        init_val: the first size. If it does not fit, it is halved.
-        max_trials: how many sizes to try in total.
-        batch_arg_name: the attribute or hyperparameter of the module or the DataModule that hooks read.
-        margin: fraction by which the result of ``"binsearch"`` is lowered if memory was the limit.
-        max_val: the largest size to try; None means that only the data limits it.
-        effective_batch: samples per optimizer step, over all processes; ``"keep"`` keeps the present number.
-            ``accumulate_grad_batches`` is then changed to match. None leaves it alone.
+        mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, effective_batch: as for
+            ``Tuner.scale_batch_size``.
 
     Attributes:
         optimal_batch_size: result of the last search; None before the first.
@@ -63,7 +56,7 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search now. Call it on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
-        found = Trials(trainer.current_run).find_size(self._settings, self._name, self._effective, method)
+        found = find_size(trainer.current_run, self._settings, self._name, self._effective, method)
         if found is not None:
             self.optimal_batch_size, accumulate, self.trials = found
             self._accumulate = accumulate if method == "fit" else self._accumulate
@@ -72,7 +65,7 @@ class BatchSizeFinder(Callback):
         if not trainer.current_run.resumes:
             self.scale_batch_size(trainer, pl_module)
         elif self.optimal_batch_size is not None:
-            Trials(trainer.current_run).put_size(self._name, self.optimal_batch_size, self._accumulate)
+            resume_size(trainer.current_run, self._name, self.optimal_batch_size, self._accumulate)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "validate":

@@ -1,4 +1,4 @@
-"""A learning rate range test: the rate grows from step to step, and the loss tells how far it should."""
+"""Learning rate range test: train with a growing rate, and find where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
-#: Steps in which the smoothed loss says more about the batches than about the rate: no end for its sake.
+#: First steps, in which the smoothed loss depends more on the batches than on the rate, so it does not end the test.
 _SETTLING = 10
 
 
 @dataclass
 class LRFinder:
-    """What a range test found (Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017).
+    """The result of a range test (Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017).
 
     Attributes:
         mode: how the rate grew, ``"exponential"`` or ``"linear"``.
         lr_min: the first rate.
-        lr_max: the last, if the loss did not explode before.
-        num_training: steps asked for.
-        results: ``"lr"``: the rates; ``"loss"``: the smoothed loss after a step with each, the mean over all ranks.
+        lr_max: the last rate, unless the loss exploded before.
+        num_training: requested number of steps.
+        results: ``"lr"``: the rates; ``"loss"``: the smoothed loss at each rate, the mean over all ranks.
     """
 
     mode: Mode
@@ -47,13 +47,13 @@ class LRFinder:
     _optimal_idx: int | None = field(default=None, repr=False)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls fastest, over the logarithm of the rate; None if too few steps were made.
+        """The rate at which the loss falls fastest over the logarithm of the rate; None if there are too few steps.
 
-        Only rates up to that of the lowest loss count: a loss that falls after it exploded says nothing.
+        Only rates up to that of the lowest loss count, because a loss that falls after an explosion means nothing.
 
         Args:
-            skip_begin: leave out so many of the first steps, in which the smoothed loss is still noisy.
-            skip_end: and so many of the last, in which it explodes.
+            skip_begin: number of first steps to ignore, in which the smoothed loss is noisy.
+            skip_end: number of last steps to ignore, in which it explodes.
         """
         last = len(self.results["loss"]) - max(skip_end, 0)
         indices = [i for i in range(max(skip_begin, 0), last) if math.isfinite(self.results["loss"][i])]
@@ -70,7 +70,7 @@ class LRFinder:
         return self.results["lr"][self._optimal_idx]
 
     def _why_none(self, skip_begin: int, skip_end: int) -> str:
-        """Why there is nothing to suggest, and what to do."""
+        """Explain why there is no suggestion, and what to do."""
         losses = self.results["loss"]
         if not losses:
             return (
@@ -129,13 +129,10 @@ class LRFinder:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The settings of a range test; call it with an attached trainer.
+    """The settings of a range test; call it with a prepared run.
 
     Args:
-        attr_name: where the module keeps its rate, as for ``Tuner.lr_find``; None: the suggestion is set nowhere.
-
-    Raises:
-        ValueError: a setting is out of range.
+        attr_name: the attribute of the rate, as for ``Tuner.lr_find``; None to not check it.
     """
 
     min_lr: float = 1e-8
@@ -162,7 +159,7 @@ class RangeTest:
         return self.min_lr * (self.max_lr / self.min_lr) ** share
 
     def __call__(self, run: Run) -> LRFinder:
-        """Train with growing rates on the module as it is, then put everything back."""
+        """Train with growing rates on the module, then restore everything."""
         check(run)
         module, name = run.module, self.attr_name
         places = [] if name is None else lr_places(module, run.datamodule, name)
@@ -183,14 +180,14 @@ class RangeTest:
 
 
 class _Curve:
-    """Takes the losses of each window; says when there are enough."""
+    """Records the loss of each window, and ends the test."""
 
     def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
         self.run, self.found, self.threshold, self.rate = run, found, threshold, rate
         self.average, self.best, self.skipped = 0.0, math.inf, 0
 
     def __call__(self, losses: list[Tensor]) -> bool:
-        """Waits for the device, and for the other ranks."""
+        """Record losses; waits for the device and the other ranks."""
         strategy, results = self.run.strategy, self.found.results
         mine = [float(loss) for loss in losses]
         both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=_where(strategy))
@@ -215,7 +212,7 @@ def _where(strategy: Any) -> Any:
 
 
 def check(run: Run) -> None:
-    """Raise if there is not one optimizer whose rate can be varied."""
+    """Raise unless there is exactly one optimizer whose rate can be varied."""
     module, optimizers = run.module, run.optimizers
     owner = type(module).__name__
     refuse_strategy(run, "lr_find")
@@ -239,7 +236,7 @@ def check(run: Run) -> None:
 
 
 def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
-    """Say so if the optimizers are the same with another value at the places."""
+    """Warn if optimizers do not depend on the attributes that hold the rate."""
     before = [place.get() for place in places]
     value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
     made = []
@@ -261,7 +258,7 @@ def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
-    """The settings of each parameter group, to be compared."""
+    """The settings of each parameter group, for comparison."""
     return [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -269,17 +266,14 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
-    """What the rate of each parameter group is of the rate that is varied: all 1 if they are alike.
-
-    Else in proportion to the group that has the value of the attribute (``initial``), or to the largest.
-    """
+    """The rate of each parameter group relative to that of the attribute (``initial``), or to the largest one."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
     return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)
 
 
 def set_rates(optimizer: Optimizer, shares: list[float], rate: float) -> None:
-    """Give each group its share of a rate."""
+    """Set each group to its share of a rate."""
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         _put(group, "lr", rate * share)
 
@@ -292,7 +286,7 @@ def _put(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def change_rates(optimizer: Optimizer, schedulers: list[Any], shares: list[float], rate: float) -> None:
-    """Let a training go on with another rate: what schedules are relative to is changed in proportion."""
+    """Continue a training with another rate, and scale the base rates of schedules in proportion."""
     factors = []
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         before = float(group["lr"])

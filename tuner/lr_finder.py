@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..callbacks.base import Callback
-from .trials_in_run import Trials
+from .trials_in_run import find_lr
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -21,14 +21,10 @@ class LearningRateFinder(Callback):
     Everything but the rate is restored. A resumed fit keeps its learning rate.
 
     Args:
-        min_lr: the first rate.
-        max_lr: the last rate.
         num_training_steps: optimizer steps of the test.
-        mode: how the rate grows: ``"exponential"`` or ``"linear"``.
-        early_stop_threshold: stop when the smoothed loss exceeds this many times the lowest so far; None never stops.
         update_attr: train with the suggested rate, and set the module's attribute to it.
-        attr_name: name of that attribute or hyperparameter; empty means ``lr`` or ``learning_rate``.
         milestones: epochs (0-based) before which to search again. Schedules then continue in proportion.
+        min_lr, max_lr, mode, early_stop_threshold, attr_name: as for ``Tuner.lr_find``.
 
     Attributes:
         optimal_lr: result of the last search; None before the first.
@@ -60,7 +56,7 @@ class LearningRateFinder(Callback):
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search now. A subclass may call it at other moments, on all ranks, between two accumulation windows."""
-        found = Trials(trainer.current_run).find_lr(self._settings, self._update_attr, self._attr_name)
+        found = find_lr(trainer.current_run, self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -1,4 +1,4 @@
-"""What a trial may change, remembered beforehand and put back in place afterwards."""
+"""Save everything that a trial may change, and restore it in place."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from torch.optim import Optimizer
 from ..data.loaders import load_loader_state, loader_state, samplers_of
 from ..processes.seed import random_states, set_random_states
 
-#: Longer collections are data, not state, and are not looked into.
+#: Longer collections are data, not state, and are not saved.
 _MOST_ENTRIES = 10_000
 
 
 class Kept:
-    """Remembers objects by what they hold; :meth:`put_back` refills the very same objects, as often as it is called.
+    """Saves the contents of objects; :meth:`put_back`, which can be called repeatedly, restores the same objects.
 
-    Looked into are modules, optimizers, plain collections and what they hold of those; tensors (copied to the host),
-    numpy arrays and random generators. Objects of other classes are kept as they are.
+    It covers modules, optimizers and plain collections, recursively, tensors (copied to the host), numpy arrays and
+    random generators. The contents of other objects are not saved.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
         self._random: dict[str, Any] | None = None
-        self._seen: dict[int, Any] = {}  # holds them, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that ids are unique
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Everything as it was, the random states last."""
+        """Restore everything, random states last."""
         for undo in self._undo:
             undo()
         if self._random is not None:
             set_random_states(self._random)
 
-    # ---- what is remembered ----------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------------------------
 
     def random(self, device: torch.device) -> None:
-        """All random states, of the devices too."""
+        """Save all random states, also those of devices."""
         if torch.cuda.is_available() and device.type == "cuda":
-            torch.cuda.init()  # else a generator that is used for the first time in a trial has no state to go back to
+            torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()
 
     def attributes(self, owner: Any) -> None:
-        """Which attributes an object has, and the states of random generators among them."""
+        """Save which attributes an object has, and the states of random generators among them."""
         self._fill(vars(owner))
         for value in vars(owner).values():
             if isinstance(value, (torch.Generator, random.Random)):
                 self.keep(value)
 
     def loaders(self, loaders: Iterable[Any]) -> None:
-        """The place of loaders in their data, the generators and the samplers that were given to them."""
+        """Save the positions of loaders, their generators and samplers."""
         for loader in loaders:
             for sampler in samplers_of(loader):
                 if hasattr(sampler, "__dict__"):
@@ -66,7 +66,7 @@ class Kept:
 
     @torch.no_grad()
     def keep(self, value: Any) -> None:
-        """A module, an optimizer, a tensor, a generator, or a collection of such."""
+        """Save a module, an optimizer, a tensor, a generator, or a collection of these."""
         if id(value) in self._seen or isinstance(value, (str, int, float, type(None))):
             return
         self._seen[id(value)] = value
@@ -100,7 +100,7 @@ class Kept:
             self.keep(value)
 
     def _fill(self, value: Any) -> None:
-        """A collection's entries themselves, in their order."""
+        """Save which entries a collection has, in order."""
         entries = value.copy()
 
         def refill() -> None:
@@ -138,7 +138,7 @@ class Kept:
 
 
 def _own(tensor: Any) -> Tensor:
-    """This process's part of a tensor."""
+    """This process's part of a DTensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,4 +1,4 @@
-"""Some batches of a run, without its bookkeeping: no epochs that end, no validation, nothing logged or saved."""
+"""Train or evaluate on some batches of a run, without validation, logging or saving."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..trainer import phases
 from ..trainer.bind_steps import bind_mover, bind_step
 from ..trainer.evaluation import WORDS, EvalLoop
 from ..trainer.loop import FitLoop
+from ..trainer.states import RunningStage
 from ..trainer.step import detached
 from ..trainer.stopping import Stops
 
@@ -25,16 +26,16 @@ Method = Literal["fit", "validate", "test", "predict"]
 
 
 def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
-    """Train on batch after batch, epoch after epoch, with the run's own step.
+    """Train with the run's own step, over as many epochs as it takes.
 
     Args:
-        run: the trial's own (see :func:`.trial_run.stand_in`).
-        before: called ahead of each accumulation window.
-        after: called after each, with the losses of its batches, scalars of shape (); True: that is enough.
+        run: the trial's run (see :func:`.trial_run.stand_in`).
+        before: called before each accumulation window.
+        after: called after each window with the losses of its batches, shape (); returns True to stop.
     """
     run.stops = Stops(run, {})
     state, hooks = run.state, run.hooks
-    state.stage = "train"
+    state.stage = RunningStage.TRAINING
     loop = FitLoop(run, None)
     run.source.train()
     if run.source.num_training_batches == 0:
@@ -50,7 +51,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
 
 
 def _train_epoch(run: Run, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> bool:
-    """One pass over the data; whether it is enough now."""
+    """Train for one epoch; returns whether to stop."""
     state, hooks, metrics = run.state, run.hooks, run.metrics
     loop.start_epoch()
     step, batches, losses = loop.step(), loop.batches(0), []
@@ -83,8 +84,8 @@ def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
 
 
 def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
-    """The first batches of each loader of a stage, without gradients."""
-    run.state.stage = kind
+    """Evaluate on the first batches of each loader of a stage."""
+    run.state.stage = RunningStage(kind)
     loop, metrics = EvalLoop(run, kind), run.metrics
     mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
     loaders, _ = run.source.evaluation(kind)

@@ -1,4 +1,4 @@
-"""A run of its own in which something is tried, so that the Trainer and its run are not touched at all."""
+"""Separate runs for trials, which do not touch the Trainer and its run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..callbacks.finetuning import BaseFinetuning
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..data.combined_loader import CombinedLoader
-from ..data.loaders import eval_loaders, train_loader
+from ..data.loaders import eval_loaders, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
-from ..trainer.choose_profiler import chosen
+from ..strategies.deepspeed.strategy import DeepSpeedStrategy
+from ..trainer.arguments import check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.run import Request, Run
@@ -28,14 +28,12 @@ from .restore import Kept
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-#: What a trial's loader is made of: of one that was given.
+#: Creates a trial's loader from a loader that was given.
 Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 
 def refuse_strategy(run: Run, what: str) -> None:
-    """Raise under a strategy whose state is stored where nobody can put it back."""
-    from ..strategies.deepspeed.strategy import DeepSpeedStrategy
-
+    """Raise if the strategy's state cannot be restored."""
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
@@ -45,9 +43,9 @@ def refuse_strategy(run: Run, what: str) -> None:
 
 
 def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
-    """Prepare a run of its own as an entry point would, let ``work`` use it, and leave module, data and trainer alone.
+    """Prepare a separate run as an entry point would, call ``work`` with it, and restore module, data and trainer.
 
-    Where the strategy shards the module, it stays sharded, as after a fit; its values are put back.
+    If the strategy shards the module, it stays sharded, as after a fit.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
@@ -88,14 +86,15 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
 
 
 def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
-    """A run of a Trainer with the same settings and strategy, with counters, callbacks and loggers of its own."""
+    """A run with the Trainer's settings and strategy, but separate counters, callbacks and loggers."""
     double = copy.copy(trainer)
-    double.profiler = chosen(None)
+    double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            double.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        if batches is not None:
+            double.accumulate_grad_batches = batches
     double.state = RunState()
     double.state.load_state_dict(trainer.state.state_dict())
     run = double.current_run = Run(double, request)
@@ -105,13 +104,9 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
 
 @contextmanager
 def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
-    """A run within a run: on the same module, device and optimizers, with loaders and counters of its own.
+    """A run within a prepared run, with the same module, device and optimizers, but separate loaders and counters.
 
-    Whoever opens it keeps (see :class:`Kept`) what the outer run needs back.
-
-    Args:
-        run: prepared.
-        change: makes the trial's loaders from those that were given to the entry point.
+    The caller saves and restores (see :class:`Kept`) what the outer run needs.
     """
     trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
     own = _own_run(trainer)
@@ -138,7 +133,7 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
 
 
 def keep_run(run: Run) -> Kept:
-    """What trials within a run may change."""
+    """Save what trials within a run may change."""
     kept = Kept()
     kept.random(run.strategy.device)
     kept.keep(run.module)
@@ -152,7 +147,7 @@ def keep_run(run: Run) -> Kept:
 
 
 def trial_loaders(run: Run, change: Change | None) -> dict[str, Any]:
-    """Copies of the loaders that were given to the entry point, which share no running iterator with them."""
+    """Copies of the loaders that were given to the entry point, without their running iterators."""
     found: dict[str, Any] = {}
     for stage, given in run.source.given.items():
         if given is None:
@@ -175,8 +170,6 @@ def _refuse_iterator(given: Any, stage: str) -> None:
 
 
 def _copy_of(loader: Any, change: Change | None) -> Any:
-    from ..data.loaders import replaced
-
     if isinstance(loader, CombinedLoader):
         clone = copy.copy(loader)
         clone.flattened = [_copy_of(leaf, change) for leaf in loader.flattened]

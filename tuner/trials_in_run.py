@@ -1,4 +1,4 @@
-"""What the tuner's callbacks ask for in the middle of a run."""
+"""Searches within a run, for the tuner's callbacks, and settings of what was found."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..trainer.start_run import setup_optimizers
-from .attribute_lookup import Place, find, find_one_of, lr_places, owners
-from .batch_size import Found, Plan, SizeSearch, plan, stage_of
+from .attribute_lookup import Place, find, find_one_of, lr_places
+from .batch_size import Found, Plan, SizeSearch, plan, resize, size_of, stage_of
 from .learning_rate import LRFinder, RangeTest, change_rates, check, shares_of
-from .loaders import resize, size_of
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
+    from ..trainer.trainer import Trainer
+
+
+def is_dry(trainer: Trainer, what: str) -> bool:
+    """Whether this is a dry run, in which nothing is searched."""
+    if trainer.fast_dev_run:
+        messages.info_once(f"{what} is not searched for in a dry run (fast_dev_run).")
+    return bool(trainer.fast_dev_run)
 
 
 def take_lr(found: LRFinder, places: list[Place]) -> float | None:
-    """Set the suggested learning rate where it lies, and say so."""
+    """Set the suggested learning rate on its owners and report it."""
     rate = found.suggestion()
     if rate is not None and places:
         before = places[0].get()
@@ -32,41 +38,32 @@ def take_lr(found: LRFinder, places: list[Place]) -> float | None:
 
 
 class SizePlaces:
-    """Where the batch size lies: in what hooks read, or in the loader that was given (and in the former, if it is)."""
+    """Finds the attributes that hold the batch size, if hooks read them; a given loader holds it itself."""
 
     def __init__(self, name: str, method: str) -> None:
         self.name, self.method = name, method
 
     def __call__(self, run: Run) -> list[Place]:
-        """The attributes and hyperparameters.
-
-        Raises:
-            AttributeError: a hook makes the loader, and there are none.
-            ValueError: the loader that was given cannot be changed.
-        """
+        """The attributes and hyperparameters of a run."""
         return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
     def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
-        """As a call, for what an entry point was given."""
-        both = owners(module, datamodule)
+        """The attributes and hyperparameters of a module and a DataModule."""
         if given is None:
-            return find_one_of(both, self.name, ["batch_size"], "batch_arg_name")
+            return find_one_of([module, datamodule], self.name, ["batch_size"], "batch_arg_name")
         size_of(given)
-        return find(both, self.name)
+        return find([module, datamodule], self.name)
 
 
 def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
-    """Samples that an update is to learn from, over all processes; None: no matter.
-
-    Raises:
-        ValueError: ``wanted`` is neither a number nor ``"keep"``, or something else sets the accumulation.
-    """
+    """The wanted number of samples per update on all processes; None if it may change."""
     if wanted is None:
         return None
-    if any(isinstance(c, GradientAccumulationScheduler) for c in run.trainer.callbacks):
+    other = next((c for c in run.trainer.callbacks if c.get_accumulate_grad_batches(0) is not None), None)
+    if other is not None:
         raise ValueError(
             f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, and so does the "
-            "GradientAccumulationScheduler among the callbacks. Leave one of them out."
+            f"{type(other).__name__} among the callbacks. Leave one of them out."
         )
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):
@@ -85,10 +82,10 @@ def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world:
 
 
 def take_size(run: Run, places: list[Place], given: Any, found: Found, effective: int | None, world: int) -> Plan:
-    """Set the batch size where it lies, and the accumulation where the effective batch is to be kept; say so."""
+    """Set the batch size, and the accumulation if there is an effective batch size, and report them."""
     before = size_of(given) if given is not None else places[0].get()
     decided = plan(found.size, effective, world) or Plan(found.size, run.trainer.accumulate_grad_batches)
-    put_size(run, places, given, decided)
+    _put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
     also = f" and accumulate_grad_batches={decided.accumulate}" if effective is not None else ""
     messages.info(
@@ -98,7 +95,7 @@ def take_size(run: Run, places: list[Place], given: Any, found: Found, effective
     return decided
 
 
-def put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
+def _put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
     """Set a batch size and the accumulation."""
     for place in places:
         place.set(decided.size)
@@ -107,76 +104,55 @@ def put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
     run.trainer.accumulate_grad_batches = decided.accumulate
 
 
-class Trials:
-    """Tries things within a run; for callbacks.
+def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
+    """Run a range test, and continue the training with the suggested rate."""
+    if is_dry(run.trainer, "The learning rate"):
+        return None
+    places = lr_places(run.module, run.datamodule, attr_name) if update_attr else []
+    initial = places[0].get() if places else None
+    check(run)
+    shares = shares_of(run.optimizers[0], initial)
+    found = RangeTest(**settings, attr_name=attr_name if update_attr else None)(run)
+    rate = take_lr(found, places) if update_attr else found.suggestion()
+    if rate is not None and update_attr:
+        if run.state.stage is None:
+            setup_optimizers(run)  # again, since they read the rate
+        else:
+            schedulers = [config.scheduler for config in run.lr_scheduler_configs]
+            change_rates(run.optimizers[0], schedulers, shares, rate)
+    return found
 
-    Args:
-        trainer: attached when the methods are called.
-    """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch: Any, method: Any) -> Any:
+    """Find the largest batch that fits, and continue with it; returns (batch size, accumulation, trials)."""
+    if is_dry(run.trainer, "The batch size"):
+        return None
+    locate = SizePlaces(name, method)
+    given, world = run.source.given.get(stage_of(method)), run.strategy.num_data_ranks
+    places = locate(run)
+    effective = effective_now(run, places, given, effective_batch if method == "fit" else None, world)
+    plan(1, effective, world)
+    found = SizeSearch(locate, method=method, **settings)(run)
+    decided = take_size(run, places, given, found, effective, world)
+    _reload(run, method)
+    return decided.size, decided.accumulate, found.trials
 
-    def find_lr(self, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
-        """A range test here, whose suggestion the training goes on with."""
-        run = self.run
-        if self.is_dry("The learning rate"):
-            return None
-        module = run.module
-        places = lr_places(module, run.datamodule, attr_name) if update_attr else []
-        initial = places[0].get() if places else None
-        check(run)
-        shares = shares_of(run.optimizers[0], initial)
-        found = RangeTest(**settings, attr_name=attr_name if update_attr else None)(run)
-        rate = take_lr(found, places) if update_attr else found.suggestion()
-        if rate is not None and update_attr:
-            if run.state.stage is None:
-                self.start_again()
-            else:
-                schedulers = [config.scheduler for config in run.lr_scheduler_configs]
-                change_rates(run.optimizers[0], schedulers, shares, rate)
-        return found
 
-    def find_size(self, settings: Mapping[str, Any], name: str, effective_batch: Any, method: str) -> Any:
-        """The largest batch that fits, with which the run goes on: (batch size, accumulation, trials)."""
-        run = self.run
-        if self.is_dry("The batch size"):
-            return None
-        locate = SizePlaces(name, method)
-        given, world = run.source.given.get(stage_of(method)), run.strategy.num_data_ranks
-        places = locate(run)
-        effective = effective_now(run, places, given, effective_batch if method == "fit" else None, world)
-        plan(1, effective, world)
-        found = SizeSearch(locate, method=method, **settings)(run)  # type: ignore[arg-type]
-        decided = take_size(run, places, given, found, effective, world)
-        self.take_loaders(method)
-        return decided.size, decided.accumulate, found.trials
+def resume_size(run: Run, name: str, size: int, accumulate: int) -> None:
+    """Continue with the result of the resumed run."""
+    _put_size(run, SizePlaces(name, "fit")(run), run.source.given.get("train"), Plan(size, accumulate))
+    messages.info(f"The run continues with its batch_size={size} and accumulate_grad_batches={accumulate}.")
+    _reload(run, "fit")
 
-    def put_size(self, name: str, size: int, accumulate: int) -> None:
-        """Go on with what a run before found."""
-        given = self.run.source.given.get("train")
-        put_size(self.run, SizePlaces(name, "fit")(self.run), given, Plan(size, accumulate))
-        messages.info(f"The run continues with its batch_size={size} and accumulate_grad_batches={accumulate}.")
-        self.take_loaders("fit")
 
-    def take_loaders(self, method: str) -> None:
-        """Let loaders be made anew."""
-        run, source = self.run, self.run.source
-        source.release()
-        source.eval.clear()
-        if method == "fit":
-            source.train_loader = None
-            if run.state.stage is None:
-                self.start_again()
-            else:
-                source.reload_if_due()
-
-    def start_again(self) -> None:
-        """Optimizers and schedulers once more, before the training has begun: they read what was found."""
-        setup_optimizers(self.run)
-
-    def is_dry(self, what: str) -> bool:
-        """Whether this is a dry run, in which nothing is searched for."""
-        if self.run.trainer.fast_dev_run:
-            messages.info_once(f"{what} is not searched for in a dry run (fast_dev_run).")
-        return bool(self.run.trainer.fast_dev_run)
+def _reload(run: Run, method: str) -> None:
+    """Let loaders be created again."""
+    source = run.source
+    source.release()
+    source.eval.clear()
+    if method == "fit":
+        source.train_loader = None
+        if run.state.stage is None:
+            setup_optimizers(run)  # again, since schedules may read the number of steps
+        else:
+            source.reload_if_due()

@@ -1,4 +1,4 @@
-"""``Tuner``: the learning rate and the batch size of a fit to come."""
+"""``Tuner``: find the learning rate and the batch size for a fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..checkpoint.restore import PARTS
+from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
 from ..trainer.run import Request, Run
@@ -17,7 +18,7 @@ from .batch_size import BatchTrial, SizeSearch, plan, stage_of
 from .learning_rate import LRFinder, RangeTest
 from .trial import Method
 from .trial_run import apart
-from .trials_in_run import SizePlaces, effective_now, take_lr, take_size
+from .trials_in_run import SizePlaces, effective_now, is_dry, take_lr, take_size
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Finds a learning rate or a batch size by steps on the module itself, before a fit.
+    """Finds a learning rate or a batch size before a fit, by training steps on the module itself.
 
-    Everything but the value found is as it was afterwards, so that the fit is, to the bit, the one that would have been
-    without the search: weights, buffers, random states, the place in the data, plain attributes of the module, the
-    trainer's counters, callbacks and loggers. Callbacks are not called and nothing is logged or saved. What other
-    objects keep that a training step changes (a class of your own held by the module, a file) is not put back.
+    Everything but the result is restored afterwards, so the fit is bit-identical to one without the search: weights,
+    buffers, random states, position in the data, plain attributes of the module, and the trainer's counters, callbacks
+    and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (one of your own
+    classes held by the module, a file) are not undone.
 
     Args:
-        trainer: with which the fit will be made: its strategy, precision, accumulation and clipping count.
+        trainer: the Trainer of the fit; the search uses its strategy, precision, accumulation and clipping.
 
     Attributes:
-        batch_sizes_tried: by the last :meth:`scale_batch_size`, with the memory that each took.
+        batch_sizes_tried: sizes tried by the last :meth:`scale_batch_size`, with the memory of each.
 
     Example:
         >>> tuner = Tuner(trainer)                                     # doctest: +SKIP
@@ -71,9 +72,9 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder:
-        """Train with a rate that grows from step to step, and suggest the one at which the loss falls fastest.
+        """Train with a growing learning rate, and suggest the one at which the loss falls fastest.
 
-        Parameter groups keep their rates in proportion; schedulers do not advance.
+        Parameter groups keep the proportions of their rates; schedulers do not advance.
 
         Args:
             model: the module.
@@ -83,21 +84,22 @@ class Tuner:
             datamodule: as for ``fit``.
             method: ``"fit"``.
             min_lr: the first rate.
-            max_lr: the last.
-            num_training: optimizer steps; shorter epochs begin again.
-            mode: how it grows: ``"exponential"`` or ``"linear"``.
-            early_stop_threshold: end when the smoothed loss is so many times the lowest so far; None: go on to the end.
-            update_attr: set the suggestion where the module keeps its rate.
-            attr_name: where that is, such as ``"hparams.optim.lr"``; empty: ``lr`` or ``learning_rate``, as an
-                attribute or a hyperparameter of the module or the DataModule.
+            max_lr: the last rate.
+            num_training: number of optimizer steps; shorter epochs are repeated.
+            mode: how the rate grows: ``"exponential"`` or ``"linear"``.
+            early_stop_threshold: stop when the smoothed loss exceeds this many times the lowest so far; None never
+                stops.
+            update_attr: set the attribute of the module to the suggestion.
+            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``; empty for ``lr`` or
+                ``learning_rate``, as an attribute or a hyperparameter of the module or the DataModule.
             weights_only: accepted for compatibility.
 
         Returns:
-            What was found; under ``fast_dev_run`` it holds no steps.
+            The result; under ``fast_dev_run`` it contains no steps.
 
         Raises:
             AttributeError: there is no such attribute.
-            RuntimeError: manual optimization, LBFGS, or the trainer is to go on from a checkpoint.
+            RuntimeError: manual optimization, LBFGS, or the trainer resumes from a checkpoint.
         """
         if method != "fit" or dataloaders is not None:
             raise ValueError(
@@ -108,7 +110,7 @@ class Tuner:
         module = find_module(self.trainer.current_run, request)[0]
         places = lr_places(module, request.datamodule, attr_name) if update_attr else []
         test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
-        if self._is_dry("The learning rate"):
+        if is_dry(self.trainer, "The learning rate"):
             return LRFinder(mode, min_lr, max_lr, num_training)
         found: LRFinder = self._run(request, test)
         if update_attr:
@@ -132,40 +134,38 @@ class Tuner:
         max_val: int | None = 8192,
         effective_batch: int | Literal["keep"] | None = None,
     ) -> int | None:
-        """Try batch sizes by real steps, until memory or the data end; set the largest that fits.
+        """Try batch sizes by real steps, up to the limit of memory or data, and set the largest that fits.
 
-        It is set where hooks read it (``batch_arg_name``); a DataLoader that is passed is changed itself, and the
-        attribute too if there is one. With several processes it is the size of each one's batches, and the one with the
-        least memory decides.
+        The attribute that hooks read (``batch_arg_name``) is set; a DataLoader that is passed is changed too. With
+        several processes the result is the batch size of each, and the process with the least memory decides.
 
         Args:
             model: the module.
-            train_dataloaders: as for ``fit``: one DataLoader, or None where a hook makes it.
+            train_dataloaders: as for ``fit``: one DataLoader, or None if a hook creates it.
             val_dataloaders: as for ``fit``; not read.
             dataloaders: for the other methods.
             datamodule: as for ``fit``.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest one.
-            steps_per_trial: optimizer steps (batches, when evaluating) a size has to stand.
-            init_val: the first size. If it does not fit it is halved.
-            max_trials: sizes to try in all.
+            steps_per_trial: optimizer steps (batches, when evaluating) per size.
+            init_val: the first size. If it does not fit, it is halved.
+            max_trials: number of sizes to try.
             batch_arg_name: the attribute or hyperparameter of the module or the DataModule, or a path to it.
-            margin: share by which the result of ``"binsearch"`` is lowered where memory was the limit.
-            max_val: the largest size to try; None: only the data limit it.
-            effective_batch: samples that an update is to learn from, over all processes, or ``"keep"``: as many as now
-                (batch size x ``accumulate_grad_batches`` x processes). The batch size is then the largest that fits
-                *and* divides its share, and ``trainer.accumulate_grad_batches`` makes up for the rest: learning rate
-                and results stay as they are, only the speed changes. None: the batch grows as far as it goes and the
-                accumulation stays, so an update learns from more samples.
+            margin: fraction by which the result of ``"binsearch"`` is lowered if memory was the limit.
+            max_val: the largest size to try; None if only the data limit it.
+            effective_batch: samples per update on all processes; ``"keep"`` for the current number (batch size x
+                ``accumulate_grad_batches`` x processes). The batch size is then the largest that fits *and* divides
+                its share, and ``trainer.accumulate_grad_batches`` is set to match: only the speed changes. None: the
+                accumulation is not changed, so an update learns from more samples.
 
         Returns:
             The batch size that was set; None under ``fast_dev_run``.
 
         Raises:
             AttributeError: there is no such attribute.
-            ValueError: loaders were passed whose batch size cannot be changed.
-            RuntimeError: not even one sample fits, the loader does not read the attribute, or the trainer is to go on
-                from a checkpoint.
+            ValueError: the batch size of a loader cannot be changed.
+            RuntimeError: not even one sample fits, the loader does not read the attribute, or the trainer resumes from
+                a checkpoint.
         """
         request = self._request(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         module, trainer = find_module(self.trainer.current_run, request)[0], self.trainer
@@ -180,7 +180,7 @@ class Tuner:
         effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
         search = SizeSearch(locate, method, mode, steps_per_trial, init_val, max_trials, margin, max_val)
-        if self._is_dry("The batch size"):
+        if is_dry(self.trainer, "The batch size"):
             return None
         found = self._run(request, search)
         self.batch_sizes_tried = found.trials
@@ -220,19 +220,12 @@ class Tuner:
         strategy = self.trainer.strategy
         if strategy.launcher is None:
             return apart(self.trainer, request, work)
-        from ..processes.launch import told_if_stopped_early
-
         with told_if_stopped_early(len(strategy.device_ids)):
             return strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
 
-    def _is_dry(self, what: str) -> bool:
-        if self.trainer.fast_dev_run:
-            messages.info_once(f"{what} is not searched for in a dry run (fast_dev_run).")
-        return bool(self.trainer.fast_dev_run)
-
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
-    """The search in one of the processes that were started for it."""
+    """The search in a process that was started for it."""
     set_random_states(random)
     found = apart(trainer, request, work)
     leave()

@@ -8,6 +8,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .. import messages
+from ..data.batches import batch_size_of as extract_batch_size
+from ..processes.device_transfer import move as move_data_to_device
+
+__all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "move_data_to_device", "suggested_max_num_workers"]
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:

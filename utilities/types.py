@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Optional, Protocol, TypedDict, Union
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,17 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..trainer.optimizers import SchedulerConfig
 
-_NUMBER = Union[int, float]
-_METRIC = Union[Any, Tensor, _NUMBER]
-_PATH = Union[str, PathLike[str]]
-_DEVICE = Union[torch.device, str, int]
-_MAP_LOCATION_TYPE = Optional[Union[_DEVICE, Callable[[Any, str], Any], dict[_DEVICE, _DEVICE]]]
-STEP_OUTPUT = Optional[Union[Tensor, Mapping[str, Any]]]
+_NUMBER = int | float
+_METRIC = Any
+_PATH = str | PathLike[str]
+_DEVICE = torch.device | str | int
+_MAP_LOCATION_TYPE = _DEVICE | Callable[[Any, str], Any] | dict[_DEVICE, _DEVICE] | None
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
-_PREDICT_OUTPUT = Union[list[Any], list[list[Any]]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any
-LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
 LRSchedulerPLType = LRSchedulerTypeUnion
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerConfig = SchedulerConfig
@@ -54,17 +54,16 @@ class OptimizerLRSchedulerConfig(TypedDict):
     lr_scheduler: Any
 
 
-OptimizerLRScheduler = Optional[
-    Union[
-        Optimizer,
-        Sequence[Optimizer],
-        tuple[Sequence[Optimizer], Sequence[Any]],
-        OptimizerConfig,
-        OptimizerLRSchedulerConfig,
-        Sequence[OptimizerConfig],
-        Sequence[OptimizerLRSchedulerConfig],
-    ]
-]
+OptimizerLRScheduler = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[Any]]
+    | OptimizerConfig
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerConfig]
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
 
 
 class TrainingStep(Protocol):
@@ -78,8 +77,9 @@ class Optimizable(Protocol):
 
     param_groups: list[dict[Any, Any]]
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        ...
 
-
-Params = Iterable[Tensor]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
 from ... import messages
+from ...report.text_table import fitted
 from .select import Found, checkpoints
 
 _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", "written", "state")
+_WRAP = ("name", "state")
+_LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,7 +29,11 @@ def run(arguments: Namespace) -> int:
         messages.answer(json.dumps([_facts(one) for one in found], indent=1))
     else:
         names = _short([str(one.path) for one in found])
-        messages.answer(messages.table([_HEADINGS, *(_row(name, one) for name, one in zip(names, found, strict=True))]))
+        columns, width = list(zip(_HEADINGS, *map(_row, names, found), strict=True)), messages.columns(of_answers=True)
+        rows, left_out = fitted(columns, width, _WRAP, _LEFT_OUT, _WRAP)
+        messages.answer("\n".join(rows))
+        if left_out:
+            messages.answer(textwrap.fill(f"Left out for lack of room: {', '.join(left_out)}.", width or 80))
     return 0
 
 

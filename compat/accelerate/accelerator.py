@@ -37,7 +37,7 @@ class Accelerator(accelerator.Accelerator):
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Such loops skip to the position in the data, but for that of a loader which is asked to know it itself.
+        # Such loops skip to the resume position themselves, except with stateful data loaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
@@ -48,7 +48,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _models(self) -> list[nn.Module]:
-        """Whether the script skips to the resume position itself: always, except with stateful data loaders."""
+        """The prepared models."""
         return self.prepared.models
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -63,23 +63,6 @@ class Accelerator(accelerator.Accelerator):
             if 0 < rows < size:
                 input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Always False: no model is spread over devices."""
-        return False
-
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported."""
-        raise NotImplementedError(
-            "accelerator.maybe_context_parallel: an Accelerator does not split sequences. Omit cp_size."
-        )
-
-    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not supported."""
-        raise NotImplementedError(
-            "accelerator.lomo_backward: LOMO updates weights during backward, before gradients can be reduced or "
-            "clipped. Use another optimizer, and strategy='fsdp' to save memory."
-        )
 
 
 def _first(value: Tensor, rows: int, size: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,13 +95,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest part that is not split, and the names of all parts of that size.
-
-    Args:
-        modules: pairs of name and module or tensor.
-        module_sizes: sizes from ``compute_module_sizes``.
-        no_split_module_classes: names of classes whose instances are not split.
-    """
+    """Bytes of the largest part that is not split, and the names of all parts of that size."""
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
         inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
@@ -168,8 +163,6 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of one file, on the devices of a map."""
-    from pathlib import Path
-
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
@@ -194,14 +187,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """Add the values of one module's tensors to ``state_dict``.
-
-    Args:
-        module: the module.
-        module_name: dotted name of one of its tensors.
-        state_dict: the dict, which is changed and returned.
-        device_to_put_offload: device for the values.
-    """
+    """Add the values of a module's tensors to ``state_dict``; ``module_name`` is the dotted name of one of them."""
     prefix = module_name.rpartition(".")[0]
     for name, tensor in named_tensors(module, recurse=False):
         state_dict[f"{prefix}.{name}" if prefix else name] = tensor.detach().to(device_to_put_offload)
@@ -233,12 +219,7 @@ def _part_of(module: nn.Module) -> Part | None:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
-    """Context in which a module's own parameters are on a device.
-
-    Args:
-        module: the module; the parameters of its submodules are not moved.
-        execution_device: the device; None for the device on which it runs, if it is offloaded.
-    """
+    """Context in which a module's own parameters are on a device, by default the one that runs an offloaded module."""
     part = _part_of(module) if execution_device is None else None
     if part is not None:
         part.enter()
@@ -322,19 +303,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Call :func:`attach_align_device_hook` for each block, by name.
-
-    Args:
-        module: the module.
-        execution_device: a device, or one for each block.
-        offload: a bool, or one for each block.
-        weights_map: values by name.
-        offload_buffers: whether to offload buffers too.
-        module_name: name of the only block if ``execution_device`` is a single device.
-        skip_keys: keyword arguments that are not moved.
-        preload_module_classes: classes whose instances are fetched as a whole.
-        tied_params_map: accepted and ignored.
-    """
+    """Call :func:`attach_align_device_hook` for each block; devices and ``offload`` are given by the block's name."""
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}
     for name, device in execution_device.items():

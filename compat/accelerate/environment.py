@@ -9,9 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from ... import messages
 from ...accelerator.launchers import environment
@@ -114,11 +119,6 @@ def get_current_device_type() -> tuple[str, str]:
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a library's version (or a version) and another one."""
-    from importlib.metadata import version
-
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -130,9 +130,6 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether ``">="`` (...) holds between torch's version, without local parts such as ``+cpu``, and another one."""
-    import torch
-    from packaging.version import Version
-
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 
@@ -161,13 +158,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
-    """Write a configuration file unless it exists; returns its path, or False.
-
-    Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file; None for the user's own file.
-        **more: accepted and ignored: ``use_xpu``.
-    """
+    """Write a configuration file, by default the user's own, unless it exists; returns its path, or False."""
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and is not changed. Delete it to write a new one.")

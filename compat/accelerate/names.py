@@ -34,7 +34,6 @@ _PLACES = {
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "...accelerator.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "...accelerator.kwargs_handlers": (
         "AORecipeKwargs AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler MSAMPRecipeKwargs ProfileKwargs TERecipeKwargs"
@@ -53,7 +52,10 @@ _PLACES = {
     "...accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
-    "...accelerator.plugins": "DeepSpeedPlugin GradientAccumulationPlugin ProjectConfiguration TorchDynamoPlugin",
+    "...accelerator.plugins": (
+        "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration "
+        "TorchDynamoPlugin"
+    ),
     "...accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "...accelerator.progress_bar": "tqdm",
     "...accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -95,13 +97,13 @@ _PLACES = {
     ),
     ".models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
-        "has_compiled_regions is_compiled_module model_has_dtensor"
+        "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
+        "save_fsdp_model save_fsdp_optimizer"
     ),
     ".processes": (
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
-    ".sharded": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     ".values": (
         "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
         "is_tensor_information merge_dicts recursive_getattr"
@@ -193,7 +195,7 @@ _LEFT_OUT = {
 }
 _HOMES = {name: (place, name) for place, listed in _PLACES.items() for name in listed.split()} | _RENAMED
 UNSUPPORTED = {name: why for why, listed in _LEFT_OUT.items() for name in listed.split()}
-ALL = sorted({*_HOMES, *CONSTANTS, *UNSUPPORTED, *probes.NAMES})
+ALL = sorted({*_HOMES, *CONSTANTS, *UNSUPPORTED, *probes.ANSWERS})
 
 #: What :func:`find` returns for a name that accelerate does not have.
 UNKNOWN = object()
@@ -208,7 +210,7 @@ def find(name: str) -> Any:
         return CONSTANTS[name]
     if name in UNSUPPORTED:
         return _left_out(name)
-    return probes.find(name) if name in probes.NAMES else UNKNOWN
+    return probes.ANSWERS.get(name, UNKNOWN)
 
 
 class NotSupported:

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from ... import messages
 
+#: Names for ``is_..._available`` that are names of packages.
+_PACKAGES = (
+    "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib msamp numpy pandas peft "
+    "pynvml pytest rich sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio "
+    "transformer_engine transformers triton wandb"
+)
 #: Names for ``is_..._available``, and packages of which one has to be installed.
-_PACKAGES = {
-    "aim": "aim",
-    "amdsmi": "amdsmi",
+_OTHER_PACKAGES = {
     "bnb": "bitsandbytes",
-    "boto3": "boto3",
-    "clearml": "clearml",
-    "comet_ml": "comet_ml",
-    "datasets": "datasets",
-    "deepspeed": "deepspeed",
-    "dvclive": "dvclive",
-    "import_timer": "import_timer",
     "lomo": "lomo_optim",
-    "matplotlib": "matplotlib",
     "mlflow": "mlflow mlflow_skinny",
-    "msamp": "msamp",
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pynvml": "pynvml",
-    "pytest": "pytest",
-    "rich": "rich",
-    "sagemaker": "sagemaker",
-    "schedulefree": "schedulefree",
-    "swanlab": "swanlab",
     "tensorboard": "tensorboard tensorboardX",
-    "timm": "timm",
-    "torchao": "torchao",
-    "torchdata": "torchdata",
     "torchdata_stateful_dataloader": "torchdata",
-    "torchvision": "torchvision",
-    "tqdm": "tqdm",
-    "trackio": "trackio",
-    "transformer_engine": "transformer_engine",
-    "transformers": "transformers",
-    "triton": "triton",
-    "wandb": "wandb",
 }
 #: Names for ``is_..._available`` of things that Paceline does not support, installed or not.
 _NEVER = (
@@ -61,44 +38,21 @@ def _no(*_: Any, **__: Any) -> bool:
     return False
 
 
+def _torch() -> Any:
+    """torch, which is not imported before it is needed."""
+    return import_module("torch")
+
+
 def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _rocm() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.version.hip is not None
+    return _torch().cuda.is_available()
 
 
 def _mps(min_version: str = "1.12") -> bool:
-    import torch
-
-    return torch.backends.mps.is_available()
+    return _torch().backends.mps.is_available()
 
 
 def _bf16(ignore_tpu: bool = False) -> bool:
-    import torch
-
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-
-
-def _fp16() -> bool:
-    import torch
-
-    return torch.cuda.is_available() or torch.backends.mps.is_available()
-
-
-def _distributed() -> bool:
-    import torch
-
-    return torch.distributed.is_available()
-
-
-def _always() -> bool:
-    return True
+    return not _cuda() or _torch().cuda.is_bf16_supported()
 
 
 def is_peft_model(model: Any) -> bool:
@@ -106,22 +60,17 @@ def is_peft_model(model: Any) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
-_ANSWERS: dict[str, Callable[..., bool]] = {
-    **{f"is_{name}_available": partial(_installed, packages) for name, packages in _PACKAGES.items()},
+ANSWERS: dict[str, Callable[..., bool]] = {
+    **{f"is_{name}_available": partial(_installed, name) for name in _PACKAGES.split()},
+    **{f"is_{name}_available": partial(_installed, packages) for name, packages in _OTHER_PACKAGES.items()},
     **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
     "is_cuda_available": _cuda,
-    "is_fp16_available": _fp16,
+    "is_fp16_available": lambda: _cuda() or _mps(),
     "is_habana_gaudi1": _no,
     "is_mps_available": _mps,
     "is_peft_model": is_peft_model,
-    "is_rocm_available": _rocm,
-    "is_torch_distributed_available": _distributed,
-    "is_weights_only_available": _always,
+    "is_rocm_available": lambda: _cuda() and _torch().version.hip is not None,
+    "is_torch_distributed_available": lambda: _torch().distributed.is_available(),
+    "is_weights_only_available": lambda: True,
 }
-NAMES = frozenset(_ANSWERS)
-
-
-def find(name: str) -> Callable[..., bool]:
-    """The function of that name."""
-    return _ANSWERS[name]

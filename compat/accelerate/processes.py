@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...accelerator import loaders, operations
+from ...accelerator.model_weights import save_object
 from ...accelerator.process_state import PartialState
 from ...strategies.base import Strategy
 
@@ -58,23 +59,10 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object to a file, on the main process.
-
-    Args:
-        obj: a dict of tensors with ``safe_serialization``; otherwise anything that torch.save accepts.
-        f: the file.
-        save_on_each_node: whether to write on the first process of each machine.
-        safe_serialization: whether to write safetensors.
-    """
+    """Write an object like ``accelerator.save``; ``save_on_each_node`` on the first process of each machine."""
     state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
-        return
-    if not safe_serialization:
-        torch.save(obj, f)
-        return
-    from safetensors.torch import save_file
-
-    save_file(obj, f, metadata={"format": "pt"})
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        save_object(obj, f, safe_serialization)
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
@@ -93,14 +81,8 @@ def prepare_data_loader(
 ) -> Any:
     """Return a loader that yields this process's part.
 
-    Args:
-        dataloader: the loader.
-        device: accepted and ignored: batches go to this process's device.
-        num_processes: must be the number of processes.
-        process_index: must be the index of this process.
-        put_on_device: whether to move batches to the device.
-        rng_types: accepted and ignored: the order is always the same on all processes.
-        **options: arguments for ``DataLoaderConfiguration``.
+    ``device`` and ``rng_types`` are accepted and ignored: batches go to this process's device, and the order is always
+    the same on all processes. ``options`` are arguments of ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
     for name, given, own in (

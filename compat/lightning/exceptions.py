@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE = __name__.partition(".")[0]
 
 
-class MisconfigurationException(Exception):
+class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
     """An argument, or what a program defines, is not what it has to be."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import Package, Target, placeholder
 
 #: The version of Lightning whose names these are; programs see it as the installed one.
 VERSION = "2.6.1"
@@ -30,6 +30,7 @@ _HOMES = {
     "callbacks.timer": "Timer",
     "callbacks.tqdm_progress": "TQDMProgressBar",
     "callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
+    "checkpoint.checkpoint_io": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO",
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger",
@@ -44,6 +45,9 @@ _HOMES = {
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
+    "processes.environments": (
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment TorchElasticEnvironment"
+    ),
     "processes.seed": "isolate_rng reset_seed seed_everything",
     "profilers.advanced": "AdvancedProfiler",
     "profilers.base": "PassThroughProfiler Profiler",
@@ -54,6 +58,7 @@ _HOMES = {
     "strategies.deepspeed.strategy": "DeepSpeedStrategy",
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
+    "strategies.sync_batch_norm": "TorchSyncBatchNorm",
     "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
@@ -83,6 +88,7 @@ _RENAMED = {
     "LightningCLI": Target("cli.trainer_cli", "TrainerCLI"),
     "LightningDataModule": Target("data.datamodule", "DataModule"),
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
+    "LightningEnvironment": Target("processes.environments", "LocalEnvironment"),
     "LightningModule": Target("trainer.module", "TrainingModule"),
     "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
@@ -97,12 +103,8 @@ _RENAMED = {
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
-    "Paceline finds out by itself which launcher has started a process": (
-        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
-        "TorchElasticEnvironment"
-    ),
-    "Paceline reads and writes checkpoints itself": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
-    "use Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
+    "use TorchSyncBatchNorm": "LayerSync",
+    "use TorchCheckpointIO": "XLACheckpointIO",
     "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
@@ -119,6 +121,11 @@ UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.s
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
 _ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
+_CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
+_ENVIRONMENTS = (
+    "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
+    "TorchElasticEnvironment"
+)
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -187,21 +194,21 @@ _MODULES = {
     "pytorch.loggers.wandb": "WandbLogger",
     "pytorch.loops": "",
     "pytorch.overrides": "",
-    "pytorch.plugins": _PRECISIONS,
+    "pytorch.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} TorchSyncBatchNorm",
     "pytorch.cli": (
-        "ArgsType LRSchedulerCallable LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
-        "ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module"
+        "ArgsType LRSchedulerCallable LRSchedulerTypeTuple LRSchedulerTypeUnion LightningArgumentParser LightningCLI "
+        "OptimizerCallable ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module"
     ),
-    "pytorch.plugins.environments": "",
-    "pytorch.plugins.io.async_plugin": "",
-    "pytorch.plugins.io.checkpoint_plugin": "",
-    "pytorch.plugins.io.torch_plugin": "",
-    "pytorch.plugins.layer_sync": "",
+    "pytorch.plugins.environments": _ENVIRONMENTS,
+    "pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
+    "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
+    "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
+    "pytorch.plugins.layer_sync": "TorchSyncBatchNorm",
     "pytorch.plugins.precision.deepspeed": "",
     "pytorch.plugins.precision.double": "DoublePrecision",
     "pytorch.plugins.precision.fsdp": "",
     "pytorch.plugins.precision.half": "HalfPrecision",
-    "pytorch.plugins.io": "",
+    "pytorch.plugins.io": _CHECKPOINT_IO,
     "pytorch.plugins.precision": _PRECISIONS,
     "pytorch.plugins.precision.amp": "MixedPrecision",
     "pytorch.plugins.precision.precision": "Precision",
@@ -248,12 +255,17 @@ _MODULES = {
     "fabric.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
     "fabric.accelerators.mps": "MPSAccelerator",
     "fabric.accelerators.xla": "",
-    "fabric.plugins.environments": "",
-    "fabric.plugins.environments.lightning": "find_free_network_port",
-    "fabric.plugins.io.checkpoint_io": "",
+    "fabric.plugins.environments": _ENVIRONMENTS,
+    "fabric.plugins.environments.cluster_environment": "ClusterEnvironment",
+    "fabric.plugins.environments.slurm": "SLURMEnvironment",
+    "fabric.plugins.environments.torchelastic": "TorchElasticEnvironment",
+    "fabric.plugins.environments.lightning": "LightningEnvironment find_free_network_port",
+    "fabric.plugins.io": _CHECKPOINT_IO,
+    "fabric.plugins.io.checkpoint_io": "CheckpointIO",
+    "fabric.plugins.io.torch_io": "TorchCheckpointIO",
     "fabric.utilities.distributed": "",
     "fabric.utilities.throughput": "",
-    "fabric.plugins": _PRECISIONS,
+    "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
     "fabric.strategies": _STRATEGIES,
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
@@ -269,30 +281,28 @@ _MODULES = {
 
 
 #: Lightning's modules of which programs use private names at most.
-_MODULES |= dict.fromkeys(
-    (
-        "fabric.accelerators.cpu fabric.plugins.collectives fabric.plugins.io fabric.strategies.launchers "
-        "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-        "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-        "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-        "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
-        "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
-        "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
-        "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
-        "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
-        "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
-        "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
-        "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
-        "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
-        "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
-        "pytorch.trainer.connectors.logger_connector.fx_validator "
-        "pytorch.trainer.connectors.logger_connector.logger_connector "
-        "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
-        "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
-        "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
-    ).split(),
-    "",
+_PRIVATE_ONLY = (
+    "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
+    "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
+    "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
+    "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
+    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
+    "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
+    "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
+    "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
+    "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
+    "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
+    "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
+    "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
+    "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
+    "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
+    "pytorch.trainer.connectors.logger_connector.fx_validator "
+    "pytorch.trainer.connectors.logger_connector.logger_connector "
+    "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
+    "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
+    "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
 )
+_MODULES |= dict.fromkeys(_PRIVATE_ONLY.split(), "")
 
 
 def _table() -> dict[str, dict[str, Target]]:
@@ -314,8 +324,8 @@ def fallback(name: str) -> Any:
     return private.find(name)
 
 
-def install() -> None:
-    """What changes with the imports: errors are Lightning's too."""
+def change_behaviours() -> None:
+    """Let Paceline's classes behave as programs written for Lightning expect."""
     from . import behaviours
 
     behaviours.install()
@@ -331,6 +341,6 @@ PACKAGE = Package(
     aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
     distributions=("lightning", "pytorch-lightning", "lightning-fabric"),
     fallback=fallback,
-    on_install=install,
+    on_import=change_behaviours,
     homepage="https://github.com/Lightning-AI/lightning",
 )

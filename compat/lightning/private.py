@@ -94,6 +94,7 @@ class _NoXLA:
 
 _VALUES: dict[str, Any] = {
     "XLAAccelerator": _NoXLA,
+    "_DDP_FORK_ALIASES": ("ddp_fork", "ddp_notebook"),
     "_ChildProcessObserver": _ChildProcessObserver,
     "_IS_INTERACTIVE": hasattr(sys, "ps1"),
     "_IS_WINDOWS": sys.platform == "win32",
@@ -101,7 +102,9 @@ _VALUES: dict[str, Any] = {
     "_SignalConnector": _SignalConnector,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
-    "RegisterRecordFunction": placeholder("RegisterRecordFunction", "is not needed: PyTorchProfiler marks modules itself"),
+    "RegisterRecordFunction": placeholder(
+        "RegisterRecordFunction", "is not needed: PyTorchProfiler marks modules itself"
+    ),
     "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }

@@ -56,7 +56,10 @@ def runif_reasons(
     """
     reasons: list[str] = []
     marks: dict[str, bool] = {}
-    torch_version, python = Version(Version(torch.__version__).base_version), Version(sys.version.split()[0].rstrip("+"))
+    torch_version, python = (
+        Version(Version(torch.__version__).base_version),
+        Version(sys.version.split()[0].rstrip("+")),
+    )
     has_mps = torch.backends.mps.is_available()
     wanted: list[tuple[Any, str]] = [
         (torch.cuda.device_count() < min_cuda_gpus, f"GPUs>={min_cuda_gpus}"),

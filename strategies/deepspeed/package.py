@@ -1,4 +1,4 @@
-"""The package DeepSpeed: whether it is here, for which device it was imported, and how much it says."""
+"""The package DeepSpeed: whether it is installed, the device it was imported for, and its log."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ OLDEST = (0, 19)
 
 
 def require_deepspeed(stage: int) -> None:
-    """Raise, with what to do, if DeepSpeed is not installed or too old; ``stage`` says what would replace it."""
+    """Raise if DeepSpeed is not installed or too old; the error names a strategy to use instead of this stage."""
     if importlib.util.find_spec("deepspeed") is None:
-        instead = (
-            "'fsdp', which is what its stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
-        )
+        instead = "'fsdp', which does what stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
         raise ModuleNotFoundError(
             f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
             f"Without it, write strategy={instead}.",
@@ -36,20 +34,20 @@ def use_device(kind: str) -> None:
     """Import DeepSpeed for this kind of device.
 
     Raises:
-        RuntimeError: it was imported for another one already.
+        RuntimeError: it was already imported for another kind.
     """
     os.environ["DS_ACCELERATOR"] = kind
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     chosen = import_module("deepspeed").get_accelerator().device_name()
     if chosen != kind:
         raise RuntimeError(
-            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer "
+            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Create the Trainer "
             f"first, or set DS_ACCELERATOR={kind} in the environment."
         )
-    # Paceline counts steps that fp16 leaves out, and says what it makes of others.
+    # Paceline counts the steps that fp16 skips, and reports others.
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)
     if kind == "cpu":
-        # It would compile a shared-memory collective for inference at start: a minute, and an error without a compiler.
+        # DeepSpeed would compile a collective for inference, which takes a minute and fails without a compiler.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 

@@ -1,17 +1,29 @@
-"""DeepSpeed as launchers, settings files and plugins describe it, and the arguments of DeepSpeedStrategy."""
+"""DeepSpeed's configuration: as settings and plugins describe it, what the run decides, and what contradicts that."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import messages
 from ...settings import fill
-from .config import read_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+#: The names of DeepSpeedStrategy.
+DeepSpeedName = Literal[
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+]
 
 #: The setting that each field can come from.
 _FROM = {
@@ -26,6 +38,13 @@ _FROM = {
     "zero3_save_16bit_model": "zero3_save_16bit_model",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
+_UNSUPPORTED = (
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "transformer_moe_cls_names",
+    "enable_msamp",
+    "msamp_opt_level",
+)
 
 
 @dataclass
@@ -48,16 +67,16 @@ class DeepSpeedSettings:
     msamp_opt_level: str | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy with what is open from the settings."""
+        """A copy whose unset fields have the values of the settings."""
         return fill(self, settings, _FROM)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, read from its file; values ``"auto"`` are left out."""
+        """The configuration, from its file if it is one, without values ``"auto"``."""
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, else the field's.
+        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration or else from the field.
 
         Raises:
             ValueError: the two differ.
@@ -74,30 +93,23 @@ class DeepSpeedSettings:
         """The arguments of DeepSpeedStrategy.
 
         Raises:
-            NotImplementedError: a field that Paceline has nothing for.
+            NotImplementedError: Paceline does not support a field.
             ValueError: an unknown device.
         """
-        for name in (
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-            "transformer_moe_cls_names",
-            "enable_msamp",
-            "msamp_opt_level",
-        ):
+        for name in _UNSUPPORTED:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
                     f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline clips, "
-                    "scales and saves what DeepSpeed keeps in memory, in 16 or 32 bits, and knows no experts. Leave it "
-                    "out."
+                    "scales and saves what DeepSpeed keeps in memory, in 16 or 32 bits, without mixtures of experts. "
+                    "Leave it out."
                 )
         if not self.is_train_batch_min or self.zero3_init_flag:
             named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
             messages.info_once(
-                f"{type(self).__name__}({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model "
-                "when it is prepared."
+                f"{type(self).__name__}({named}) has no effect: DeepSpeed does not get the batch size, and models are "
+                "split when they are prepared."
             )
-        # Windows and clipping are the Accelerator's.
-        ours = ("gradient_accumulation_steps", "gradient_clipping")
+        ours = ("gradient_accumulation_steps", "gradient_clipping")  # which the Accelerator does itself
         config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
         found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
         if self.zero_stage is not None:
@@ -107,9 +119,194 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline clips, scales and saves what lies in memory. "
+                    f"{type(self).__name__}({name}={device!r}): Paceline clips, scales and saves what is in memory. "
                     "Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
         return found
+
+
+# ---- the configuration ---------------------------------------------------------------------------------------------
+
+#: Keys that a configuration must not contain, because the run decides them, and how it does.
+DECIDED = {
+    "optimizer": "configure_optimizers makes the optimizer",
+    "scheduler": "configure_optimizers makes the scheduler",
+    "amp": "Trainer(precision=...) decides precision",
+    "torch_autocast": "Trainer(precision=...) decides precision ('bf16-mixed' and '16-mixed' are autocast)",
+}
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The configuration as a dict, without values ``"auto"``, which the run decides.
+
+    Raises:
+        ValueError: the file does not exist or is not JSON, or it contains a key that the run decides.
+        TypeError: it is neither a dict nor a path.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        found, name = dict(config), "DeepSpeedStrategy(config=...)"
+    elif isinstance(config, (str, os.PathLike)):
+        found, name = _from_file(Path(config)), f"The DeepSpeed configuration {os.fspath(config)!r}"
+    else:
+        raise TypeError(
+            f"DeepSpeedStrategy(config={config!r}) is {messages.a(config)}. Pass a dict, or the path of a JSON file."
+        )
+    found = _without_auto(found)
+    for key, why in DECIDED.items():
+        if found.get(key):
+            raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave it out of the configuration.")
+    for key in ("offload_optimizer", "offload_param"):
+        if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
+            raise ValueError(
+                f"{name} sets the device of {key} to 'nvme', but Paceline clips, scales and saves what is in memory. "
+                'Write "device": "cpu".'
+            )
+    return found
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}): there is no such file in {Path.cwd()}.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) holds {messages.a(found)}, not a JSON object.")
+    return found
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``over`` in their place, at every depth."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) -> int:
+    """The stage to use: the configuration's, or else the argument.
+
+    Raises:
+        ValueError: it is not 1, 2 or 3, or it lacks something that is set.
+    """
+    zero = config.get("zero_optimization", {})
+    chosen = zero.get("stage", stage)
+    if isinstance(chosen, bool) or chosen not in (1, 2, 3):
+        hint = " Stage 0 is strategy='ddp'." if chosen == 0 else ""
+        raise ValueError(f"DeepSpeedStrategy has no ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
+    if chosen != 3 and (offload_parameters or zero.get("offload_param")):
+        raise ValueError(
+            f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 splits them. Write stage=3, or "
+            "leave offload_parameters out."
+        )
+    if chosen == 1 and zero.get("overlap_comm"):
+        raise ValueError(
+            "The DeepSpeed configuration sets overlap_comm for stage 1, where a window that ends early has nothing to "
+            "overlap with. Leave it out, or use stage 2, which reduces gradients while backward runs."
+        )
+    return chosen
+
+
+def full_config(
+    config: Mapping[str, Any], stage: int, precision: str, offload_optimizer: bool, offload_parameters: bool
+) -> dict[str, Any]:
+    """The configuration for DeepSpeed: from the arguments and the precision, where the user's does not differ.
+
+    With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the numbers
+    equal those of other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep
+    float32 weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off: Paceline does both.
+    """
+    zero: dict[str, Any] = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    base = {
+        "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "bf16": {"enabled": precision == "bf16-true"},
+        "fp16": {"enabled": precision == "16-true"},
+    }
+    merged = merge(base, config)
+    merged.pop("train_batch_size", None)
+    zero = merged["zero_optimization"]
+    if stage < 3 and precision != "16-true" and not offloads(merged):
+        # DeepSpeed finds overflows by the norm; without loss scaling a bad gradient must reach the user.
+        zero.setdefault("compute_grad_norm", precision == "16-mixed")
+    return merged | {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is on the host."""
+    asked = config["zero_optimization"].get("offload_optimizer") or {}
+    return asked.get("device", "none") not in (None, "none")
+
+
+# ---- contradictions --------------------------------------------------------------------------------------------------
+
+
+def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate: Any, clip: Any) -> None:
+    """Raise if the user's configuration contradicts the settings of the run.
+
+    Args:
+        config: the user's configuration.
+        precision: the name of the run's precision.
+        accumulate: ``Trainer(accumulate_grad_batches=...)``; None if not known.
+        clip: ``Trainer(gradient_clip_val=...)``.
+    """
+    for key, mine in (("bf16", "bf16-true"), ("fp16", "16-true")):
+        enabled = config.get(key, {}).get("enabled")
+        if enabled is not None and bool(enabled) != (precision == mine):
+            raise ValueError(
+                f"The DeepSpeed configuration says {key}.enabled={enabled!r}, but the precision is {precision!r}. "
+                f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: write "
+                f"Trainer(precision={mine!r}) for it, or leave {key!r} out of the configuration."
+            )
+    asked = config.get("gradient_accumulation_steps")
+    if asked is not None and accumulate is not None and asked != accumulate:
+        raise ValueError(_two("gradient_accumulation_steps", asked, "accumulate_grad_batches", accumulate))
+    asked = config.get("gradient_clipping")
+    if asked is not None and float(asked) != float(clip or 0.0):
+        raise ValueError(_two("gradient_clipping", asked, "gradient_clip_val", clip))
+
+
+def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_size: int, accumulate: int) -> None:
+    """Raise if a configuration has another batch size than the loader."""
+    if micro is None:
+        return
+    whole = micro * world_size * accumulate
+    for key, real in (("train_micro_batch_size_per_gpu", micro), ("train_batch_size", whole)):
+        if config.get(key, real) != real:
+            raise ValueError(
+                f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
+                f"{'' if real == micro else f', which makes {real} per step'}. The loader decides: leave {key} out, or "
+                'write "auto".'
+            )
+
+
+def _two(key: str, asked: Any, argument: str, value: Any) -> str:
+    return (
+        f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
+        f'leave {key} out of the configuration (or write "auto"), or give the Trainer the same value.'
+    )

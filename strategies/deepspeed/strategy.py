@@ -1,4 +1,4 @@
-"""ZeRO: optimizer states, gradients and weights split over the processes, by DeepSpeed's engine."""
+"""ZeRO: DeepSpeed's engine splits optimizer states, gradients and weights over the processes."""
 
 from __future__ import annotations
 
@@ -7,71 +7,67 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import messages
-from ...processes.host_program import StartMethod
-from ...torch_private import HAS_STEPPED, multiply_each_
-from ..distributed import DistributedStrategy
+from ...torch_private import HAS_STEPPED
+from .. import sharded_tensors
+from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision
-from . import config as configuration
+from ..precision.base import parameters as parameters_of
+from . import settings as configuration
 from . import zero_partitions
 from .package import quiet, require_deepspeed, use_device
+from .settings import DeepSpeedName
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
-#: Optimizers that look at more than one element at a time, or make their state before ZeRO cuts the parameters.
+#: Optimizers that use several elements together, or create their state before ZeRO splits the parameters.
 WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: What DeepSpeed's loss scaler remembers.
+#: The state of DeepSpeed's loss scaler.
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedStrategy(DistributedStrategy):
     """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) by the package DeepSpeed.
 
-    Stage 1 splits the optimizer's state over the processes, stage 2 gradients too, stage 3 weights too. One optimizer
-    of ``configure_optimizers`` is stepped on flat float32 slices of the weights, so it must treat each element by
-    itself (SGD, Adam, AdamW, ... do). After backward the gradients lie in those slices, not in ``parameter.grad``:
-    read one with ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that took no part in a loss has a
-    gradient of zeros, so weight decay still shrinks it.
+    Stage 1 splits the optimizer's state over the processes, stage 2 also gradients, stage 3 also weights. There is one
+    optimizer, which steps flat float32 slices of the weights, so it must treat each element by itself (SGD, Adam and
+    AdamW do). After backward the gradients are in those slices, not in ``parameter.grad``: read one with
+    ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the loss does not depend on has a gradient of
+    zeros, so weight decay still shrinks it.
 
-    ``"bf16-mixed"`` and ``"16-mixed"`` are autocast over float32 weights, as under any strategy. ``"bf16-true"`` and
+    ``"bf16-mixed"`` and ``"16-mixed"`` are autocast with float32 weights, as under any strategy. ``"bf16-true"`` and
     ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the split optimizer
-    (which the checkpoint's optimizer state keeps), and for fp16 DeepSpeed's own loss scale.
+    (and in its state in checkpoints), and for fp16 DeepSpeed's own loss scale.
 
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
-        offload_optimizer: keep the optimizer's state, and step it, on the host.
-        offload_parameters: keep weights on the host where they are not in use (stage 3).
-        config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
-            Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
+        offload_optimizer: keep the optimizer's state on the host, and step it there.
+        offload_parameters: keep weights on the host while they are not used (stage 3).
+        config: a DeepSpeed configuration, a dict or the path of a JSON file. Its values replace these arguments; it
+            must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).
+        **process: arguments of ``DistributedStrategy``, such as ``timeout``.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    names: ClassVar[tuple[str, ...]] = (
-        "deepspeed",
-        "deepspeed_stage_1",
-        "deepspeed_stage_2",
-        "deepspeed_stage_2_offload",
-        "deepspeed_stage_3",
-        "deepspeed_stage_3_offload",
-    )
+    names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
 
+    @passes_on(DistributedStrategy.__init__)
     def __init__(
         self,
         precision: Precision | None = None,
@@ -80,20 +76,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
+        **process: Unpack[ProcessOptions],
     ) -> None:
-        super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
-        )
+        super().__init__(precision, **process)
         self.config = configuration.read_config(config)
         self.stage = configuration.zero_stage(self.config, stage, offload_parameters)
         require_deepspeed(self.stage)
@@ -101,7 +86,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.communicates_forward = self.stage == 3
         self._root: _Root | None = None
         self._engine: Any = None
-        self._groups: list[int] = []  # which parameter groups of the user's optimizer have something to train
+        self._groups: list[int] = []  # indices of the user's parameter groups that require gradients
         self._num_groups = 0
         self._pieces: dict[int, zero_partitions.Piece] = {}
         self._overflow: Tensor | None = None
@@ -109,7 +94,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the process group, then let DeepSpeed use that same group."""
+        """Join the process group, which DeepSpeed then uses too."""
         super().setup_environment()
         if self.precision.name not in PRECISIONS:
             raise ValueError(
@@ -131,22 +116,22 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers made in it are split at once under stage 3, once there is a process group (in ``configure_model``)."""
+        """With stage 3, layers created in ``configure_model`` are split at once."""
         if self.stage < 3 or not dist.is_initialized():
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
-            return module  # where it belongs already
+            return module  # it is already in place
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """The module itself; the engine is made when its optimizer is known."""
+        """Return the module itself: the engine needs the optimizer and is created later."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
-                f"{type(module).__name__} asks for manual optimization, which DeepSpeed's engine does not know: it has "
-                "one backward and one optimizer. Use strategy='fsdp' or 'ddp', or automatic optimization."
+                f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it has "
+                "one backward pass and one optimizer. Use strategy='fsdp' or 'ddp', or automatic optimization."
             )
         trainer = getattr(module, "_trainer", None)
         accumulate = getattr(trainer, "accumulate_grad_batches", None)
@@ -160,15 +145,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         return module
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Give DeepSpeed a double of the optimizer to cut up; the user's keeps its parameters and decides the rest.
+        """Give DeepSpeed a copy of the optimizer to split; the user's keeps its parameters.
 
-        Learning rates and other settings are read from the user's optimizer at each step, so that schedulers and
-        callbacks act on the object that they know.
+        Each step reads learning rates and other settings from the user's optimizer, which schedulers and callbacks
+        change.
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
-                f"DeepSpeed's engine has one optimizer, but there are {len(optimizers)}. Join them by parameter "
-                "groups, or use strategy='fsdp' or 'ddp'."
+                f"DeepSpeed's engine has one optimizer, but there are {len(optimizers)}. Use one optimizer with "
+                "several parameter groups, or strategy='fsdp' or 'ddp'."
             )
         if not optimizers:
             return optimizers
@@ -189,20 +174,17 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _start_engine(self, optimizer: Optimizer | None) -> None:
         config = self._full_config
-        numel = (
-            sum(zero_partitions.whole_shape(parameter).numel() for parameter in self._root.parameters())
-            if self._root
-            else 0
-        )
-        # Buckets are allocated in full: none larger than there are gradients.
+        parameters = self._root.parameters() if self._root else ()
+        numel = sum(zero_partitions.whole_shape(parameter).numel() for parameter in parameters)
+        # A bucket is allocated in full, so it is not larger than all gradients.
         config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, numel + 1024))
         where = SimpleNamespace(device_rank=self.device.index or 0)
-        with quiet(logging.ERROR):  # every optimizer but Adam is "untested" to it
+        with quiet(logging.ERROR):  # it warns about every optimizer but Adam
             made = import_module("deepspeed").initialize(where, self._root, optimizer, config=config)
         self._engine = made[0]
 
     def _drop_engine(self) -> None:
-        """Take the hooks of the run before off the module."""
+        """Remove the hooks of the previous run from the module."""
         if self._engine is not None:
             self._engine.destroy()
         self._engine, self._pieces, self._groups, self._overflow = None, {}, [], None
@@ -251,7 +233,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         loss = self.precision.scale_loss(loss)
         if not loss.requires_grad:
-            loss.backward()  # raises what torch says of a loss without a graph; DeepSpeed would assert
+            loss.backward()  # raises torch's error about a loss without a graph; DeepSpeed would assert
         if how is None:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -260,25 +242,25 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def _loss_scale(self) -> float:
-        """The factor that DeepSpeed's own fp16 mode has in the gradients."""
+        """The factor in the gradients from DeepSpeed's own fp16 mode."""
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        _multiply(zero_partitions.gradients(self._engine.optimizer), factor)
+        sharded_tensors.multiply(zero_partitions.gradients(self._engine.optimizer), factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
         precision: Any = self.precision  # the one with a scaler
         grads, found = zero_partitions.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
-        _multiply(grads, precision.inverse_scale())
+        sharded_tensors.multiply(grads, precision.inverse_scale())
         for grad in grads:
             found += (~torch.isfinite(grad).all()).to(self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self._overflow = found.clamp(max=1.0)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm over all gradients; DeepSpeed has them all, whatever ``parameters`` says."""
+        """Clip the norm over all gradients of the engine; ``parameters`` is ignored."""
         grads = zero_partitions.gradients(self._engine.optimizer)
         local = torch.nn.utils.get_total_norm(grads, norm_type).to(self.device)
         if norm_type == float("inf"):
@@ -286,14 +268,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             total = self.reduce(local**norm_type, "sum") ** (1.0 / norm_type)
         total = total / self._loss_scale
-        _multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        sharded_tensors.multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         largest = clip_value * self._loss_scale
         for grad in zero_partitions.gradients(self._engine.optimizer):
             overflow = torch.isinf(grad)
-            grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # an overflow stays one
+            grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # it must stay visible
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
@@ -303,10 +285,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.unscale_gradients(optimizer)
         lasting = zero_partitions.lasting_gradients(engine.optimizer)
         engine.step()
-        setattr(optimizer, HAS_STEPPED, True)  # what schedulers look at
+        setattr(optimizer, HAS_STEPPED, True)  # schedulers check this
         stepped = engine.was_step_applied()
         if not stepped:
-            for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
+            for grad in lasting:  # infinite values would stay in the padding, which backward does not write
                 grad.zero_()
         precision: Any = self.precision
         if self._overflow is not None:
@@ -314,19 +296,19 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed left out a step because the gradients' norm was not finite; the step is not counted. Look "
-                "for the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+                "DeepSpeed skipped a step because the norm of the gradients was not finite; the step is not counted. "
+                "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
 
     def _pass_settings(self, optimizer: Optimizer) -> None:
-        """Let learning rates and the like take effect."""
+        """Copy learning rates and other settings to DeepSpeed's optimizer."""
         inner = self._engine.optimizer.param_groups
         if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but had "
-                f"{self._num_groups} when DeepSpeed cut them up. Return all groups from configure_optimizers, or use "
-                "strategy='fsdp' or 'ddp' where groups come later."
+                f"{self._num_groups} when DeepSpeed split them. Return all groups from configure_optimizers, or use "
+                "strategy='fsdp' or 'ddp' to add groups later."
             )
         for index, theirs in zip(self._groups, inner, strict=True):
             ours = optimizer.param_groups[index]
@@ -345,15 +327,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             result = zero_partitions.load_model_state(module, state, strict)
         if self._engine is not None and self._pieces and self._root is not None and module is self._root.inner:
-            self._engine.optimizer.refresh_fp32_params()  # else the next step would bring the weights before back
+            self._engine.optimizer.refresh_fp32_params()  # otherwise the next step would restore the old weights
         return result
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """As of any strategy, a tensor a parameter; the 16-bit modes add float32 weights and the loss scale."""
+        """As for other strategies, with whole tensors; the 16-bit modes add float32 weights and the loss scale."""
         state = optimizer.state_dict()
         if self._engine is None:
             return state
-        double, parameters = self._engine.optimizer.optimizer, _by_index(optimizer)
+        double, parameters = self._engine.optimizer.optimizer, dict(enumerate(parameters_of(optimizer)))
         found = zero_partitions.optimizer_states(double, self._pieces, parameters, self.device, self.is_global_zero)
         state["state"] = found
         if self.precision.name in ("bf16-true", "16-true"):
@@ -370,7 +352,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._engine is None:
             return
         self._pass_settings(optimizer)
-        parameters = _by_index(optimizer)
+        parameters = dict(enumerate(parameters_of(optimizer)))
         zero_partitions.load_optimizer_states(
             self._engine.optimizer.optimizer, self._pieces, parameters, state["state"]
         )
@@ -380,15 +362,14 @@ class DeepSpeedStrategy(DistributedStrategy):
             vars(self._engine.optimizer.loss_scaler).update(own["loss_scale"])
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """None: they lie in DeepSpeed's own buffers."""
+        """None: they are in DeepSpeed's own buffers."""
         return None
 
 
 class _Root(nn.Module):
-    """What DeepSpeed's engine wraps: its forward is a step of the module inside.
+    """The module that DeepSpeed's engine wraps: its forward is a step of the user's module.
 
-    Batches, and what evaluation steps return, pass by the forward's arguments: DeepSpeed looks into those and
-    understands tensors, lists and dicts alone.
+    Batches and results do not pass through its arguments, in which DeepSpeed only understands tensors, lists and dicts.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -409,13 +390,13 @@ class _Root(nn.Module):
         return through_engine
 
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
-        """A step of evaluation, run as a forward whose result DeepSpeed does not see."""
+        """An evaluation step, run as a forward whose result DeepSpeed does not see."""
 
         def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
             self._calls.append(lambda: results.append(step(*args, **kwargs)))
             enabled = torch.is_grad_enabled()
-            # Weights put together in inference mode could not be trained on afterwards.
+            # Weights that are gathered in inference mode could not be trained later.
             with torch.inference_mode(False), torch.set_grad_enabled(enabled):
                 self()
             return results[0]
@@ -423,28 +404,14 @@ class _Root(nn.Module):
         return through_root
 
 
-def _multiply(grads: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients by a number or a scalar tensor, which may be on another device (theirs are offloaded)."""
-    if isinstance(factor, Tensor) and grads:
-        factor = factor.to(grads[0].device)
-    if grads:
-        multiply_each_(grads, factor)
-
-
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings with groups of its own, for ZeRO to put its partitions into."""
+    """An optimizer of the same class and settings with groups of its own, in which ZeRO puts its partitions."""
     double = object.__new__(type(optimizer))
-    vars(double).update(
-        (key, value) for key, value in vars(optimizer).items() if key != "step"
-    )  # a scheduler's wrapper
+    vars(double).update(vars(optimizer))
+    vars(double).pop("step", None)  # which a scheduler has wrapped
     double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     double.state = defaultdict(dict)
     return double
-
-
-def _by_index(optimizer: Optimizer) -> dict[int, Tensor]:
-    """The optimizer's parameters, numbered as in its ``state_dict``."""
-    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:
@@ -452,7 +419,6 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     for name in WHOLE_PARAMETERS:
         if name in kinds:
             raise ValueError(
-                f"DeepSpeed cuts parameters into flat slices, which {name} cannot be stepped on with the same result: "
-                "it needs whole parameters. Use an optimizer that treats each element by itself (SGD, AdamW, ...), or "
-                "strategy='ddp'."
+                f"{name} needs whole parameters, but DeepSpeed splits them into flat slices, so the result would "
+                "differ. Use an optimizer that treats each element by itself (SGD, AdamW, ...), or strategy='ddp'."
             )

@@ -1,8 +1,8 @@
-"""ZeRO's flat partitions as what they were cut from: one tensor a parameter.
+"""Convert between ZeRO's flat partitions and whole tensors.
 
-A rank of ZeRO holds, of each group of parameters, a slice of their concatenation in fp32, with the optimizer's state
-for it. Checkpoints hold whole tensors, so that they load under any strategy and number of ranks: this file finds which
-piece of which parameter lies where, puts pieces together and takes them apart.
+A ZeRO rank holds a float32 slice of each parameter group's concatenated parameters, with the optimizer's state for it.
+Checkpoints contain whole tensors, so they load under any strategy and number of ranks. This file finds the piece of
+each parameter that a rank holds, gathers pieces, and splits whole tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Piece:
     """The part of a parameter that this rank updates.
 
     Attributes:
-        flat: fp32 partition it lies in, shape (partition,).
-        start: its first element in ``flat``.
-        first: its first element in the flattened parameter.
-        numel: its elements; 0 if another rank has them all.
+        flat: the float32 partition that contains it, shape (partition,).
+        start: index of its first element in ``flat``.
+        first: index of its first element in the flattened parameter.
+        numel: its number of elements; 0 if other ranks have them all.
     """
 
     flat: Tensor
@@ -37,21 +37,17 @@ class Piece:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's shape, also while ZeRO-3 keeps only a part of it."""
+    """A parameter's shape, also while ZeRO-3 holds only a part of it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_split(parameter: Any) -> bool:
-    """Whether ZeRO-3 has taken the parameter apart."""
+    """Whether ZeRO-3 has split the parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def pieces(zero: Any) -> dict[int, Piece]:
-    """This rank's piece of each trained parameter, by the parameter's ``id``.
-
-    Args:
-        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
-    """
+    """This rank's piece of each trained parameter, by the parameter's ``id``; ``zero`` is DeepSpeed's optimizer."""
     return dict(_pieces_of_split(zero) if splits(zero) else _pieces_of_whole(zero))
 
 
@@ -70,14 +66,14 @@ def _pieces_of_split(zero: Any) -> Iterator[tuple[int, Piece]]:
     for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         start = 0
         for parameter in group:
-            each = parameter.partition_numel()  # the same on every rank, so the last ones may be padded
+            each = parameter.partition_numel()  # the same on every rank, so the last ranks may have padding
             first = each * dist.get_rank(parameter.ds_process_group)
             yield id(parameter), Piece(flat, start, first, max(0, min(each, parameter.ds_numel - first)))
             start += each
 
 
 def gradients(zero: Any) -> list[Tensor]:
-    """The reduced gradients of what this rank updates, padding included (which is 0)."""
+    """The reduced gradients of this rank's pieces, with padding, which is 0."""
     if offloads(zero):
         flats = zero.fp32_partitioned_groups_flat if splits(zero) else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats if flat.grad is not None]
@@ -85,17 +81,17 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def lasting_gradients(zero: Any) -> list[Tensor]:
-    """Those of :func:`gradients` whose memory is used again in the next step."""
+    """The :func:`gradients` whose memory the next step uses again."""
     return gradients(zero) if splits(zero) or offloads(zero) else []
 
 
 def splits(zero: Any) -> bool:
-    """Whether it is the optimizer of stage 3."""
+    """Whether this is the optimizer of stage 3."""
     return hasattr(zero, "fp16_groups")
 
 
 def offloads(zero: Any) -> bool:
-    """Whether it keeps states and gradients on the host."""
+    """Whether this optimizer keeps states and gradients on the host."""
     return zero.offload_optimizer if splits(zero) else zero.cpu_offload
 
 
@@ -103,7 +99,7 @@ def offloads(zero: Any) -> bool:
 
 
 def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    """Every rank's piece of ``values``, which lie as ``piece.flat`` does, put together; of the parameter's shape."""
+    """Gather every rank's piece of ``values``, laid out like ``piece.flat``, in a tensor of the parameter's shape."""
     shape = whole_shape(parameter)
     whole = torch.zeros(shape.numel(), dtype=values.dtype, device=device)
     whole[piece.first : piece.first + piece.numel] = values[piece.start : piece.start + piece.numel].to(device)
@@ -113,7 +109,7 @@ def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device
 
 @torch.no_grad()
 def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole``, which has the parameter's shape, to its place in ``values``."""
+    """Write this rank's piece of ``whole``, which has the parameter's shape, to ``values``."""
     part = whole.flatten()[piece.first : piece.first + piece.numel]
     values[piece.start : piece.start + piece.numel].copy_(part)
 
@@ -121,14 +117,14 @@ def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
 def optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """State by the parameter's index: flat tensors put together, everything else (a step count) as it is.
+    """The optimizer's state by parameter index: flat tensors are gathered, other values (a step count) unchanged.
 
     Args:
-        optimizer: the one whose state is of partitions.
+        optimizer: the optimizer that holds the state of the partitions.
         found: this rank's pieces.
-        parameters: by index.
+        parameters: all parameters, by index.
         device: where collectives run.
-        keep: whether this rank wants the result; the others only take part.
+        keep: whether this rank gets the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():
@@ -149,7 +145,7 @@ def optimizer_states(
 def load_optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], states: Mapping[int, Any]
 ) -> None:
-    """Take :func:`optimizer_states` apart again, whatever strategy gathered them."""
+    """Load :func:`optimizer_states`, which any strategy may have saved."""
     optimizer.state.clear()
     step_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for index, parameter in parameters.items():
@@ -171,7 +167,7 @@ def load_optimizer_states(
 def master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, Tensor]:
-    """The float32 weights that a 16-bit mode trains, by the parameter's index."""
+    """The float32 weights that a 16-bit mode trains, by parameter index."""
     weights: dict[int, Tensor] = {}
     for index, parameter in parameters.items():
         if id(parameter) in found:
@@ -185,7 +181,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Take :func:`master_weights` apart again. The 16-bit weights were saved as they followed from these."""
+    """Load :func:`master_weights`. The 16-bit weights that follow from them were saved too."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]
@@ -193,12 +189,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The module's ``state_dict`` with the parameters that ZeRO-3 took apart put together, one after the other.
-
-    Args:
-        module: its parameters keep as much as they had.
-        keep: whether this rank wants the result; the others only take part.
-    """
+    """The module's ``state_dict``, for which split parameters are gathered one at a time; empty unless ``keep``."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -213,10 +204,10 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-    """``module.load_state_dict`` where ZeRO-3 took the parameters apart: one submodule is put together at a time.
+    """``module.load_state_dict`` for split parameters, which are gathered one submodule at a time.
 
     Raises:
-        ValueError: what is missing, unexpected or of another shape.
+        ValueError: tensors are missing, unexpected or have another shape.
     """
     missing: list[str] = []
     unexpected: list[str] = []
@@ -246,5 +237,5 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
 
 
 def _together(parameters: list[Any], **given: Any) -> Any:
-    """Context in which parameters that are split are whole."""
+    """Context in which split parameters are whole."""
     return import_module("deepspeed.runtime.zero").GatheredParameters(parameters, **given)

@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 has accumulated and not yet reduced: saved, and put back where torch looks for them."""
+"""Save and restore gradients that FSDP2 has accumulated and not reduced yet."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .. import sharded_tensors
 
 
 def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
-    """What of each parameter's gradient this process has, on the CPU, by the parameter's name.
+    """This process's gradients on the CPU, by parameter name.
 
-    ``whole``: accumulated here and reduced with nobody; ``part``: this process's part of a gradient that was reduced.
-    None if a whole one lies in parts itself, over another axis of the mesh.
+    ``whole``: accumulated in this process and not reduced; ``part``: this process's part of a reduced gradient. None
+    if a whole gradient is itself split, along another dimension of the mesh.
     """
-    names = _names(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, Any] = {}
     for one in fsdp_parameters(root):
         whole, part = _accumulated(one), one.sharded_param.grad
@@ -35,10 +35,10 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
 
 
 def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Take back :func:`gather`. Every process must call: what is accumulated lies with whole parameters."""
-    names = _names(module)
+    """Restore the result of :func:`gather`. Every process must call this."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     parts = [part for part in root.modules() if isinstance(part, FSDPModule)]
-    for part in parts:  # a whole parameter is made when it is first put together
+    for part in parts:  # a whole parameter exists once it has been gathered
         part.unshard()
     for part in parts:
         part.reshard()
@@ -48,10 +48,7 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
             continue
         if kept["part"] is not None:
             own = one.sharded_param
-            local, mesh, placements = kept["part"].to(own.device), own.device_mesh, own.placements
-            own.grad = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
-            )
+            own.grad = sharded_tensors.from_part(kept["part"].to(own.device), own)
         if kept["whole"] is not None:
             whole = kept["whole"].to(device)
             parameter = whole_parameter(one)
@@ -59,10 +56,6 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
                 parameter.grad = whole
             else:
                 one.unsharded_accumulated_grad = whole
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 def _accumulated(one: Any) -> Tensor | None:

@@ -1,10 +1,9 @@
-"""Fully sharded data parallel: every process holds a part of each parameter, gradient and optimizer state."""
+"""Fully sharded data parallel: each process holds a shard of every parameter, gradient and optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -21,18 +20,18 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
-from ...processes.host_program import StartMethod
 from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
 from .. import sharded_tensors
-from ..distributed import DistributedStrategy
+from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision, gradients
+from ..precision.base import parameters as parameters_of
 from ..precision.mixed import MixedPrecision
 from . import accumulated_gradients
 from .wrapping import Policy, check_shapes, checkpoint_activations, choose_blocks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 T = TypeVar("T")
 
@@ -44,47 +43,48 @@ _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy
 class FSDPStrategy(DistributedStrategy):
     """``"fsdp"``: torch's ``fully_shard`` (Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO-3, Rajbhandari et al., 2020).
 
-    The module's repeated blocks are gathered one after the other while the step runs; what is outside of them (the
-    root's group) is whole during the whole step, so that ``training_step`` may use it directly.
+    The step gathers the module's repeated blocks one after the other. Parameters outside the blocks (the root's group)
+    are whole during the entire step, so ``training_step`` may use them directly.
 
-    Mixed precision: weights are gathered in float32 and the step runs in autocast, as on one device, so the numbers are
-    those of one device. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16,
-    reduce_dtype=torch.float32)`` gathers 16 bits instead: half the bytes and half the memory for what is gathered; then
-    everything computes in that dtype, normalization, softmax and loss too, and there is no autocast.
+    Mixed precision: weights are gathered in float32 and the step runs in autocast, so the numbers equal those of one
+    device. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` gathers 16
+    bits instead, with half the communication and half the memory for gathered weights. Everything then computes in
+    that dtype, including normalization, softmax and loss, and there is no autocast.
 
-    Accumulating micro-batches communicate no gradients; what they accumulate is a whole gradient on each process.
+    Accumulating micro-batches communicate no gradients, so each process accumulates whole gradients.
 
-    Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
-    (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
-    the values that one process draws with the same seed, as far as each layer fills itself when it is made. What
-    ``load_checkpoint_in_model`` loads into layers without memory each process reads its own part of, after the split.
+    All ranks start from rank 0's weights. Layers that ``configure_model`` creates on the meta device
+    (``trainer.init_module(empty_init=True)``) get memory and initial values one at a time, before each is sharded; the
+    values are those that one process draws with the same seed, if each layer initializes itself when it is created.
+    Weights that ``load_checkpoint_in_model`` loads into such layers are read after sharding, by each process its own.
 
-    Buffers are whole on each process and not reduced; rank 0's are saved.
+    Each process holds whole buffers, which are not reduced; checkpoints contain rank 0's.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        wrap: which modules are gathered on their own. ``"auto"``: the repeated block; a class, a class name or several;
-            an int: modules with at least so many parameters; ``f(name, module) -> bool``; None: only the root.
+        wrap: the modules that are gathered separately. ``"auto"``: the repeated block; one or several classes or class
+            names; an int: modules with at least this many parameters; ``f(name, module) -> bool``; None: only the root.
         sharding: ``"full"``; ``"grad_op"`` keeps gathered weights from forward to backward (ZeRO-2); ``"hybrid"``
-            shards within a node and replicates over nodes.
-        reshard_after_forward: what ``fully_shard`` takes for the blocks; None follows ``sharding``.
-        mixed_precision: a ``MixedPrecisionPolicy`` in the place of autocast.
-        cpu_offload: keep shards, gradients and optimizer state in the host's memory; or a ``CPUOffloadPolicy``.
-        activation_checkpointing: modules whose forward is repeated in backward: True (the wrapped blocks), a class, a
-            name, several, or ``f(name, module) -> bool``.
+            shards within a machine and replicates over machines.
+        reshard_after_forward: the argument of ``fully_shard`` for the blocks; None follows ``sharding``.
+        mixed_precision: a ``MixedPrecisionPolicy`` instead of autocast.
+        cpu_offload: keep shards, gradients and optimizer state in host memory; or a ``CPUOffloadPolicy``.
+        activation_checkpointing: the modules whose forward is repeated in backward: True (the wrapped blocks), one or
+            several classes or class names, or ``f(name, module) -> bool``.
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that share one copy.
         device_mesh: a mesh of your own, 1-D or 2-D (replicate, shard).
-        find_unused_parameters: processes may use different parameters in a step: one that a process did not use gets a
-            gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
-        state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
-            process writes its part. Both load under every strategy and number of processes.
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
+        find_unused_parameters: allow processes to use different parameters in a step: the others get gradients of
+            zero. All processes must run the same blocks in any case.
+        state_dict_type: ``"full"``: a checkpoint is one file, gathered on rank 0; ``"sharded"``: a folder to which each
+            process writes its shards. Both load under every strategy and number of processes.
+        **process: arguments of ``DistributedStrategy``, such as ``timeout``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
     communicates_forward = True
 
+    @passes_on(DistributedStrategy.__init__)
     def __init__(
         self,
         precision: Precision | None = None,
@@ -100,20 +100,9 @@ class FSDPStrategy(DistributedStrategy):
         device_mesh: DeviceMesh | None = None,
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
+        **process: Unpack[ProcessOptions],
     ) -> None:
-        super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
-        )
+        super().__init__(precision, **process)
         if sharding not in SHARDING:
             raise ValueError(messages.unknown("sharding for FSDPStrategy", sharding, SHARDING))
         if state_dict_type not in STATE_KINDS:
@@ -154,9 +143,14 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             ValueError: their product is not the number of processes.
         """
-        if self.device_mesh is not None:
-            return self._shape_of(self.device_mesh)
-        world = self.world_size
+        mesh, world = self.device_mesh, self.world_size
+        if mesh is not None:
+            if mesh.ndim > 2 or mesh.size() != world:
+                raise ValueError(
+                    f"FSDPStrategy(device_mesh=...) has the shape {tuple(mesh.shape)} = {mesh.size()} processes, but "
+                    f"there are {world}. Pass a mesh over all of them, 1-D or 2-D (replicate, shard)."
+                )
+            return tuple(mesh.shape)
         replicate, shard = self.sizes
         if self.sharding != "hybrid" and replicate is None and shard is None:
             return (world,)
@@ -168,18 +162,10 @@ class FSDPStrategy(DistributedStrategy):
         if replicate < 1 or shard < 1 or replicate * shard != world:
             raise ValueError(
                 f"FSDPStrategy(data_parallel_replicate={replicate}, data_parallel_shard={shard}) needs "
-                f"{replicate} x {shard} = {replicate * shard} processes, but there are {world}. Make the product of "
-                "the two the number of processes (devices x num_nodes), or give only one of them."
+                f"{replicate} x {shard} = {replicate * shard} processes, but there are {world}. Their product "
+                "must be the number of processes (devices x num_nodes). Change one, or leave one out."
             )
         return (replicate, shard)
-
-    def _shape_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        if mesh.ndim > 2 or mesh.size() != self.world_size:
-            raise ValueError(
-                f"FSDPStrategy(device_mesh=...) has the shape {tuple(mesh.shape)} = {mesh.size()} processes, but there "
-                f"are {self.world_size}. Pass a mesh over all of them, 1-D or 2-D (replicate, shard)."
-            )
-        return tuple(mesh.shape)
 
     def _mesh(self) -> DeviceMesh:
         if self.device_mesh is None:
@@ -190,14 +176,14 @@ class FSDPStrategy(DistributedStrategy):
         return self.device_mesh
 
     def for_another_module(self) -> Self:
-        self._mesh()  # one for all of them
+        self._mesh()  # which all modules share
         return super().for_another_module()
 
     # ---- placement: the module in shards -----------------------------------------------------------------------------
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Weights that are loaded within, where there is no memory yet, are read after the module is sharded."""
+        """Weights that are loaded into layers without memory are read after the module has been sharded."""
         with super().init_context(), self._noting():
             yield
 
@@ -210,9 +196,9 @@ class FSDPStrategy(DistributedStrategy):
         return noting()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here.
+        """Shard the module in place, with rank 0's weights; layers on the meta device get their initial values.
 
-        What is noted gets memory only; :meth:`settle_weights` reads it.
+        Deferred weights only get memory; :meth:`settle_weights` reads them.
         """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
@@ -232,19 +218,19 @@ class FSDPStrategy(DistributedStrategy):
             vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
-                f"This {type(module).__name__} is sharded already, by an FSDPStrategy with other arguments. Use that "
-                "one again, or build a new module and load the weights from a checkpoint."
+                f"This {type(module).__name__} was sharded by an FSDPStrategy with other arguments. Use the same ones "
+                "again, or build a new module and load the weights from a checkpoint."
             )
         elif self._holder.broken:
             raise RuntimeError(
-                f"The run before left this {type(module).__name__} in the middle of a step, by an error, and torch "
-                f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
-                "upgrade torch to 2.13."
+                f"An error ended the previous run of this {type(module).__name__} in the middle of a step, and torch "
+                f"{torch.__version__} cannot reset the module. Build a new one and load the weights from a checkpoint, "
+                "or upgrade torch to 2.13."
             )
         elif any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(
-                f"{type(module).__name__} is sharded already, and some of its layers were made again without memory. "
-                "configure_model is called in every run: let it return at once where the layers are there."
+                f"{type(module).__name__} is already sharded, and some of its layers were created again without "
+                "memory. configure_model is called in every run: let it return at once if the layers exist."
             )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):
@@ -271,25 +257,25 @@ class FSDPStrategy(DistributedStrategy):
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
-        """What waits for values from files; raises if it is not the same on every rank."""
+        """The module's deferred weights; raises if they differ between ranks."""
         waiting = Waiting(module)
         if self.unlike(str(waiting)):
             raise RuntimeError(
-                f"The ranks have loaded different weights into {type(module).__name__}, or only some have loaded any. "
-                "Call load_checkpoint_in_model on every rank: each reads its own part of the files."
+                f"The ranks have loaded different weights into {type(module).__name__}, or only some ranks have loaded "
+                "weights. Call load_checkpoint_in_model on every rank: each reads only its shards from the files."
             )
         return waiting
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The modules that are groups of their own."""
+        """The modules that are gathered separately, by name."""
         return choose_blocks(module, self.wrap)
 
     def _prepare(self, name: str, part: nn.Module) -> None:
-        """Change a part of the module that has its initial values, children first, before it is sharded."""
+        """Change a submodule that has its initial values, before it is sharded. Called for children first."""
 
     @property
     def _reshard_root(self) -> bool | None:
-        """None: the root stays whole until backward, which needs it first. By hand, a step comes in between."""
+        """None: the root stays whole until backward, which needs it first. Manual steps free it."""
         if self._manual:
             return True
         return False if self.reshard_after_forward is False else None
@@ -305,7 +291,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _give_rank_zeros_values(self, part: nn.Module) -> None:
-        """What has values and is not sharded yet goes to the device and gets rank 0's."""
+        """Move tensors that have values and are not sharded to the device, and give them rank 0's values."""
         tensors = (*part.parameters(), *part.buffers())
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
@@ -318,7 +304,7 @@ class FSDPStrategy(DistributedStrategy):
     # ---- placement: steps and optimizers -----------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
-        """Run the step as the forward of the sharded root: its parameters are whole in there."""
+        """Run the step as the forward of the sharded root, in which the root's parameters are whole."""
         if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
             step = super().bind_step(step, wrapped, training)
         if self._holder is None:
@@ -329,14 +315,14 @@ class FSDPStrategy(DistributedStrategy):
 
     @staticmethod
     def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Gathered weights outlive the step, so they must not be made in inference mode; here they are freed again."""
+        """Evaluate without inference mode, which would spoil the gathered weights for training, then free them."""
         with torch.inference_mode(False), torch.no_grad():
             result = holder(step, *args, **kwargs)
         holder.reshard()
         return result
 
     def _by_hand(self, holder: Any, step: Callable[..., T], *args: Any) -> T:
-        """A step that calls backward and steps itself."""
+        """Run a step with manual optimization."""
         self._inside = True
         try:
             return holder(step, *args)
@@ -344,28 +330,24 @@ class FSDPStrategy(DistributedStrategy):
             self._inside = False
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Check that the optimizers hold the sharded parameters.
-
-        Raises:
-            ValueError: they hold others, or one of them is LBFGS.
-        """
+        """Raise if an optimizer holds other parameters than the sharded ones, or is LBFGS."""
         own = {id(parameter) for parameter in self._holder.parameters()}
         for optimizer in optimizers:
             kind = type(optimizer).__name__
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "LBFGS under FSDPStrategy: it joins all parameters and gradients in one vector, which no process "
-                    "holds here. Use another optimizer, or strategy='ddp'."
+                    "LBFGS with FSDPStrategy: it needs all parameters and gradients in one vector, but every process "
+                    "only holds shards. Use another optimizer, or strategy='ddp'."
                 )
-            given = [p for group in optimizer.param_groups for p in group["params"]]
+            given = parameters_of(optimizer)
             foreign = [p for p in given if id(p) not in own]
             if foreign:
                 raise ValueError(
                     f"{len(foreign)} of the {len(given)} parameters of {kind} are not those of the sharded module "
-                    f"(the first has the shape {tuple(foreign[0].shape)}): FSDP replaces parameters when it shards "
-                    "them, so an optimizer made before (in __init__) would train tensors that nobody uses. Build it "
-                    "in configure_optimizers, from self.parameters(); in a loop of your own give it parameters of "
-                    "one prepared model only."
+                    f"(the first has the shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
+                    "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
+                    "configure_optimizers, from self.parameters(); in a loop of your own, give it parameters of one "
+                    "prepared model only."
                 )
         self.precision.setup_optimizers(optimizers)
         return optimizers
@@ -373,17 +355,17 @@ class FSDPStrategy(DistributedStrategy):
     def explain(self, error: BaseException) -> BaseException | None:
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
             return RuntimeError(
-                "A parameter that lies in parts met a plain tensor. The parameters of a module that FSDPStrategy wraps "
-                "are whole only while that module's forward runs: do not use them from outside of it (such as "
-                "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
+                "An operation got both a sharded parameter and a plain tensor. The parameters of a module that "
+                "FSDPStrategy wraps are whole only while that module's forward runs. Do not use them elsewhere (such "
+                "as self.block.weight), or leave the module out of wrap=...; outside a step use trainer.predict or "
                 "trainer.strategy.model_state(module)."
             )
         if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
             return RuntimeError(
-                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
-                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
-                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
-                "part of this process, parameter.to_local(). Or use strategy='ddp'."
+                f"torch cannot run an operation on a sharded tensor: {str(error).splitlines()[0]} With FSDPStrategy, "
+                "parameters, gradients and optimizer state are sharded outside a step. If the optimizer runs this "
+                "operation, use another one (SGD, AdamW and most others work); in a hook of your own, use this "
+                "process's shard, parameter.to_local(). Or use strategy='ddp'."
             )
         return super().explain(error)
 
@@ -411,22 +393,19 @@ class FSDPStrategy(DistributedStrategy):
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if backward_hooks(loss) is None:  # it did not leave the step in a form in which torch found it
+        if backward_hooks(loss) is None:  # torch did not find the loss in what the step returned
             expect_backward(fsdp_state(self._holder))(loss)
         super().backward(loss, how)
         if self._inside:
-            self._holder.unshard()  # the step goes on
+            self._holder.unshard()  # the step continues
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
-        self._gather_again()
+        self.requires_grad_changed()
         return stepped
 
     def requires_grad_changed(self) -> None:
-        self._gather_again()
-
-    def _gather_again(self) -> None:
-        """A step by hand goes on, with parameters of the root that have changed."""
+        """Gather the root's changed parameters again, if a step with manual optimization continues."""
         if self._inside:
             self._holder.reshard()
             self._holder.unshard()
@@ -460,15 +439,15 @@ class FSDPStrategy(DistributedStrategy):
         return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's ``state_dict``, whole and on the CPU on rank 0; on the others without memory (``meta``)."""
+        """The module's complete ``state_dict``, on rank 0 on the CPU, on other ranks without memory (``meta``)."""
         self._reshard(module)
         return self._whole(module.state_dict(keep_vars=True))
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
-                "After an error a state cannot be saved: it lies in parts on all processes, and the others may not "
-                "come. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose little."
+                "The state cannot be saved after an error: all processes hold shards of it, and the others may not "
+                "have failed. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose little."
             )
         if self._in_parts:
             return sharded_tensors.detached(state)
@@ -483,7 +462,7 @@ class FSDPStrategy(DistributedStrategy):
         return result
 
     def _reshard(self, module: nn.Module) -> None:
-        """After a forward without backward the root's parameters are still whole."""
+        """Free the root's whole parameters, which a forward pass without backward leaves behind."""
         if self._holder is not None and self._holder.module is module:
             self._holder.reshard()
 
@@ -491,9 +470,8 @@ class FSDPStrategy(DistributedStrategy):
         return self._whole(optimizer.state_dict())
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         saved = [index for group in state["param_groups"] for index in group["params"]]
-        of = dict(zip(saved, parameters, strict=False))
+        of = dict(zip(saved, parameters_of(optimizer), strict=False))
         parts = {
             index: {key: sharded_tensors.cut_like_parameter(value, of.get(index)) for key, value in values.items()}
             for index, values in state["state"].items()
@@ -501,7 +479,7 @@ class FSDPStrategy(DistributedStrategy):
         optimizer.load_state_dict({**state, "state": parts})
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """Whole gradients that were accumulated without communication, and parts of those that were reduced."""
+        """Whole gradients that were accumulated without communication, and shards of reduced gradients."""
         self._reshard(module)
         return accumulated_gradients.gather(self._holder, module)
 
@@ -510,9 +488,9 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root that is sharded: its forward is a step of the user's module, whose class stays as it is.
+    """The root that is sharded: its forward is a step of the user's module, whose class does not change.
 
-    Until it is sharded, and if it never is, there is nothing to gather.
+    Before it is sharded, and if it never is, there is nothing to gather.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:
@@ -537,7 +515,7 @@ def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
-    """Rank 0's values to all, as bytes: some backends do not know every dtype."""
+    """Send rank 0's values to all, as bytes: some backends do not support every dtype."""
     waiting = []
     for tensor in tensors:
         if tensor.numel():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ... import messages
 from ...torch_private import REDISTRIBUTES, flatten_mesh, unscale_each_, unscale_with
 from .. import sharded_tensors as parts
-from ..distributed import DistributedStrategy
+from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
 from .microbatches import ScheduleName
@@ -90,6 +88,7 @@ class ModelParallelStrategy(FSDPStrategy):
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
         return super().__new__(cls)
 
+    @passes_on(FSDPStrategy.__init__, decided=("sharding", "device_mesh"))
     def __init__(
         self,
         precision: Precision | None = None,
@@ -108,12 +107,17 @@ class ModelParallelStrategy(FSDPStrategy):
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(precision, **_known_options(options))
-        given = locals()
-        for name in ("pipeline_schedule", "microbatches", "virtual_stages", "split_points"):
-            if given[name] is not None and pipeline_parallel == 1:
+        super().__init__(precision, **options)
+        for_pipelines = {
+            "pipeline_schedule": pipeline_schedule,
+            "microbatches": microbatches,
+            "virtual_stages": virtual_stages,
+            "split_points": split_points,
+        }
+        for name, value in for_pipelines.items():
+            if value is not None and pipeline_parallel == 1:
                 raise ValueError(
-                    f"ModelParallelStrategy({name}={given[name]!r}) has no effect without a pipeline. Set "
+                    f"ModelParallelStrategy({name}={value!r}) has no effect without a pipeline. Set "
                     "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
                 )
         self.asked: dict[str, int | str] = {
@@ -371,16 +375,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
     """What ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
-
-
-def _known_options(options: dict[str, Any]) -> dict[str, Any]:
-    own = ("self", "precision", "sharding", "data_parallel_replicate", "data_parallel_shard", "device_mesh")
-    known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name not in own]
-    for name in options:
-        if name not in known:
-            mine = [key for key in inspect.signature(ModelParallelStrategy.__init__).parameters if key != "options"]
-            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*mine[2:], *known]))
-    return options
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ... import messages
-from ..sharded_tensors import cut_if_fits
+from ..sharded_tensors import cut_if_fits, from_part
 from .tensor_parallel_plan import Found, find, find_head, inputs, is_transposed
 
 if TYPE_CHECKING:
@@ -266,9 +266,7 @@ class OfEachHead(ParallelStyle):
 def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Any]) -> None:
     for name, parameter in _own_parameters(module):
         part = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
-        part = DTensor.from_local(
-            part.to_local().clone(), mesh, part.placements, shape=part.shape, stride=part.stride()
-        )
+        part = from_part(part.to_local().clone(), part)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 

@@ -160,6 +160,11 @@ class HalfPrecision(TruePrecision):
         super().__init__(precision)
 
 
+def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer's parameters hold just now."""
+    """The current gradients of an optimizer's parameters."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -50,7 +50,9 @@ class MixedPrecision(Precision):
         if precision not in DTYPES:
             raise ValueError(f"MixedPrecision({precision!r}): choose one of {', '.join(map(repr, DTYPES))}.")
         if scaler is not None and precision != "16-mixed":
-            raise ValueError(f"MixedPrecision({precision!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out.")
+            raise ValueError(
+                f"MixedPrecision({precision!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out."
+            )
         self.name = precision
         self.dtype = DTYPES[precision]
         self.device = device

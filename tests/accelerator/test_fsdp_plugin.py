@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from paceline.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
+from paceline.accelerator.plugins import FullyShardedDataParallelPlugin as Plugin
 from paceline.settings import resolve
 from paceline.strategies import FSDPStrategy
 

@@ -253,6 +253,51 @@ def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() 
     optimizer.step()
 
 
+def _windows_with(backward: str, **settings: Any) -> list[str]:
+    """What is said in four micro-batches of two updates whose backward pass is ``backward``."""
+    accelerator = Accelerator(cpu=True, **settings)
+    model, other = network(torch.float32), network(torch.float32)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    model, other, optimizer = accelerator.prepare(model, other, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, data(4, torch.float32)[:])
+                if backward == "plain":
+                    loss.backward()
+                elif backward == "scaled":
+                    accelerator.scaler.scale(loss).backward()
+                elif backward == "nested":
+                    with accelerator.accumulate(other):
+                        accelerator.backward(loss + loss_of(other, data(4, torch.float32)[:]))
+                elif backward == "accelerator":
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                if backward == "none":  # gradients that are all zero
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_plain_backward_inside_accumulate_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) .* a window of 2 would never be complete. Call acc"):
+        _windows_with("plain", gradient_accumulation_steps=2)
+
+
+def test_a_backward_without_the_accelerator_is_named_once_under_fp16() -> None:
+    (said,) = _windows_with("scaled", mixed_precision="fp16")
+    assert "SGD.step() divides gradients by fp16's loss scale" in said
+    assert "accelerator.backward(loss) instead of loss.backward()" in said
+
+
+@pytest.mark.parametrize("backward", ["accelerator", "nested", "none"])
+def test_windows_without_a_plain_backward_hear_nothing(backward: str) -> None:
+    assert _windows_with(backward, gradient_accumulation_steps=2) == []
+    assert _windows_with("plain") == []
+
+
 def test_a_misspelled_argument_is_corrected() -> None:
     with pytest.raises(TypeError, match="Did you mean 'mixed_precision'"):
         Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]

@@ -69,7 +69,7 @@ def test_e8_two_handlers_of_one_kind_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (3, "holds 3, which is no handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
+        (3, "holds 3, which is not a handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
         (None, "holds None"),
         (AutocastKwargs, r"Did you mean AutocastKwargs\(\)\?"),
         (TorchDynamoPlugin(), r"belongs to Accelerator\(dynamo_plugin=...\)"),
@@ -115,7 +115,7 @@ def test_ddp_options_are_those_of_the_strategy() -> None:
     ("given", "match"),
     [
         ({"comm_hook": "fp61"}, "Unknown DDPCommunicationHookType 'fp61'. Did you mean 'FP16'"),
-        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "is no wrapper. Choose 'no', 'fp16' or 'bf16'"),
+        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "is not a wrapper. Choose 'no', 'fp16' or 'bf16'"),
         ({"comm_wrapper": "fp16"}, "has no effect without comm_hook"),
         ({"comm_state_option": {"a": 1}}, "has no effect without comm_hook"),
         ({"comm_hook": "fp16", "comm_state_option": {"a": 1}}, "is for PowerSGD, but comm_hook is 'fp16'"),

@@ -100,7 +100,7 @@ def test_the_processes_meet_at_the_port_that_is_given_or_at_a_free_one() -> None
 def test_a11_u25_cuda_that_was_used_before_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match=r"CUDA was initialised in it before the launch.*Restart the notebook"):
+    with pytest.raises(RuntimeError, match=r"CUDA was initialized in it before the launch.*Restart the notebook"):
         notebook_launcher(stand)
 
 
@@ -120,7 +120,7 @@ def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
         ({"num_nodes": 2}, NotImplementedError, "num_nodes=2.*paceline launch"),
         ({"max_restarts": 1}, NotImplementedError, "max_restarts=1"),
         ({"nodes": 2}, TypeError, "unexpected argument 'nodes'"),
-        ({"num_processes": -1}, ValueError, "num_processes=-1 is no number of processes"),
+        ({"num_processes": -1}, ValueError, "num_processes=-1 is not a number of processes"),
         ({"mixed_precision": "fp8"}, NotImplementedError, "no 8-bit training"),
         ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'BF16'"),
     ],

@@ -359,7 +359,7 @@ def test_a_program_without_an_optimizer_may_read_from_the_position_without_train
 def test_under_the_stand_in_a_script_that_does_not_skip_begins_the_epoch_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As it does with Accelerate; the gradients of the window under way are not counted twice."""
+    """As it does with Accelerate; the gradients of the incomplete window are not counted twice."""
     caplog.set_level("INFO", "paceline")
     alone = Script(StandIn, 2).whole()
     Script(StandIn, 2).whole(tmp_path / "s", 3)

@@ -138,7 +138,7 @@ def not_yet_recorded() -> None:
     accelerator = Accelerator(cpu=True, strategy=DDPStrategy(static_graph=True))
     model, optimizer = accelerator.prepare(*made())
     batches = data(accelerator.process_index)
-    with pytest.raises(ValueError, match="Train a step before"), LocalSGD(accelerator, model, 2):
+    with pytest.raises(ValueError, match="Train a step first"), LocalSGD(accelerator, model, 2):
         pass
     accelerator.backward(nn.functional.mse_loss(model(batches[0][0]), batches[0][1]))
     optimizer.step()

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.accelerator.kwargs_handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from paceline.accelerator.parallelism_config import ParallelismConfig
-from paceline.accelerator.plugins import DeepSpeedPlugin, TorchDynamoPlugin
+from paceline.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 LINES = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
 

@@ -122,9 +122,9 @@ def test_a_window_is_as_long_as_the_plugin_the_settings_or_deepspeed_say(monkeyp
     }
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4\) contradicts .*num_steps=2"):
         choose_accumulation(given, resolve({"gradient_accumulation_steps": 4}))
-    with pytest.raises(ValueError, match="DeepSpeed is told gradient_accumulation_steps=3, but the Accelerator has 2"):
+    with pytest.raises(ValueError, match="DeepSpeed has gradient_accumulation_steps=3, but the Accelerator has 2"):
         choose_accumulation(given, resolve(), deepspeed)
-    with pytest.raises(ValueError, match=r"num_steps=0\) is no number of micro-batches"):
+    with pytest.raises(ValueError, match=r"num_steps=0\) is not a number of micro-batches"):
         GradientAccumulationPlugin(num_steps=0)
 
 

@@ -125,7 +125,7 @@ def test_g3_u7_a_state_of_two_processes_goes_on_in_one_at_the_same_sample(
     assert sorted(epoch) == list(range(28))
     said = [text for text in caplog.messages if "Derived rather than restored" in text]
     assert "was written on 2 ranks, and this run has 1 rank" in said[0]
-    assert "the gradients of the window under way" in said[0]
+    assert "the gradients of the incomplete window" in said[0]
 
 
 def test_g3_u7_the_random_states_of_ranks_that_were_not_there_are_derived_and_reported(

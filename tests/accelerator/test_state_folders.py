@@ -102,7 +102,7 @@ def test_what_is_no_state_is_an_error_that_says_what_is_there(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError, match="files of another tool"):
         accelerator.load_state(tmp_path)
     for call in (made().save_state, made().load_state):
-        with pytest.raises(ValueError, match="was not told where"):
+        with pytest.raises(ValueError, match="got no folder"):
             call()
     with pytest.raises(ValueError, match="below project_dir, and there is none"):
         made(automatic_checkpoint_naming=True).save_state()

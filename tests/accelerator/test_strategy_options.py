@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from paceline import Trainer
 from paceline.accelerator.enums import DistributedType
-from paceline.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.accelerator.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +24,7 @@ from paceline.accelerator.kwargs_handlers import (
     sort_handlers,
 )
 from paceline.accelerator.parallelism_config import ParallelismConfig
-from paceline.accelerator.plugins import DeepSpeedPlugin
+from paceline.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from paceline.accelerator.process_info import type_of
 from paceline.accelerator.strategy_options import Choice, choose
 from paceline.settings import resolve
@@ -181,7 +180,9 @@ def test_e10_without_the_package_deepspeed_says_what_to_install() -> None:
         assert type_of(strategy) is DistributedType.DEEPSPEED
         assert strategy.stage == 3
         return
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which is what its stage 3"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which does what stage 3 does"
+    ):
         chosen(deepspeed=DeepSpeedPlugin(zero_stage=3))
 
 

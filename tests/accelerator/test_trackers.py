@@ -188,7 +188,7 @@ def test_unknown_trackers_are_named_with_the_nearest_name() -> None:
         filter_trackers("wandbb")
     with pytest.raises(NotImplementedError, match=r"no tracker for it. Write one"):
         filter_trackers("mlflow")
-    with pytest.raises(TypeError, match=r"got 3 .of type int., which is no tracker"):
+    with pytest.raises(TypeError, match=r"got 3 .of type int., which is not a tracker"):
         filter_trackers([3])
 
 
@@ -206,7 +206,7 @@ def test_options_for_a_tracker_that_does_not_exist_are_refused(tmp_path: Path) -
 
 def test_f6_u24_log_before_init_trackers_and_after_the_end_is_an_error(tmp_path: Path) -> None:
     trackers = Trackers("csv", tmp_path)
-    with pytest.raises(RuntimeError, match=r"accelerator.log\(\['loss'\]\) before init_trackers goes nowhere"):
+    with pytest.raises(RuntimeError, match=r"accelerator.log\(\['loss'\]\) before init_trackers has no effect"):
         trackers.log({"loss": 1.0})
     with pytest.raises(RuntimeError, match="before init_trackers"):
         trackers.get("csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline import Callback, Trainer, TrainingModule
+from paceline import Callback, Trainer, TrainingModule, messages
 from paceline.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -29,7 +30,7 @@ from paceline.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from paceline.callbacks.base import FIT_PSEUDO_CODE, HOOKS
+from paceline.callbacks.base import FIT_PSEUDO_CODE, HOOKS, Rollback
 from paceline.loggers import CSVLogger
 
 
@@ -218,3 +219,106 @@ def test_on_a_resume_the_state_of_a_callback_is_back_before_any_fit_start_hook(
             assert str([looks.state.get(name) for name in own]) == str([state.get(name) for name in own])
         else:
             assert str(looks.state) == str(state)
+
+
+class Skips(Callback):
+    """Skips one batch, on one rank or on all."""
+
+    def __init__(self, together: bool = False) -> None:
+        self.skips_together, self.seen = together, []
+
+    def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Any) -> Any:
+        def judged(batch: Any, batch_idx: int) -> Any:
+            output = step(batch, batch_idx)
+            self.seen.append(batch_idx)
+            return None if batch_idx == 1 else output
+
+        return judged
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_your_callback_can_judge_each_loss_and_skip_its_batch(
+    together: bool, quiet: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    skips = Skips(together)
+    messages._said.discard("TinyModule.training_step skips")
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[skips])
+    trainer.fit(TinyModule(), tiny_loader())
+    assert (trainer.global_step, skips.seen) == (3, [0, 1, 2, 3])
+    assert any("returned None" in str(warning.message) for warning in recwarn) is not together
+    with pytest.raises(ValueError, match=r"Skips looks at the loss before its backward"):
+        Trainer(**quiet, max_epochs=1, callbacks=[skips], compile="step").fit(TinyModule(), tiny_loader())
+
+
+def test_your_callback_can_be_the_limit_of_a_training(quiet: dict[str, Any]) -> None:
+    class Budget(Callback):
+        limits_training = True
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            trainer.should_stop = trainer.current_epoch == 1
+
+    trainer = Trainer(**quiet, callbacks=[Budget()])
+    trainer.fit(TinyModule(), tiny_loader(1))
+    assert (trainer.max_epochs, trainer.global_step) == (None, 2)
+
+
+def test_your_callback_can_say_how_many_batches_make_a_step(quiet: dict[str, Any]) -> None:
+    class Grows(Callback):
+        def get_accumulate_grad_batches(self, epoch: int) -> int:
+            return epoch + 1
+
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    trainer = Trainer(**quiet, max_epochs=2, callbacks=[Grows()])
+    trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.estimated_stepping_batches == trainer.global_step == 6
+
+
+def test_your_callback_gets_the_times_that_a_profiler_measured(quiet: dict[str, Any]) -> None:
+    class Keeps(Callback):
+        def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: Any) -> None:
+            self.got = profiler, set(seconds)
+
+    keeps = Keeps()
+    Trainer(**quiet, max_epochs=1, callbacks=[keeps], profiler="simple").fit(TinyModule(), tiny_loader())
+    assert keeps.got[0] == "SimpleProfiler"
+    assert {"run_training_batch", "no action"} <= keeps.got[1]
+
+
+def test_your_callback_can_save_when_a_signal_ends_a_fit(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Saves(Callback):
+        step = -1
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        def save_on_signal(self, trainer: Trainer, name: str) -> None:
+            assert name == "SIGTERM"
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+            self.step = trainer.global_step
+
+        def has_saved(self, step: int, weights: bool = False) -> bool:
+            return step == self.step
+
+    saves, never = Saves(), Saves()
+    with pytest.raises(SystemExit):
+        Trainer(**quiet, max_epochs=1, callbacks=[saves, never]).fit(TinyModule(), tiny_loader())
+    assert (saves.step, never.step) == (1, -1)
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 1
+
+
+def test_your_callback_can_go_back_to_a_checkpoint(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class GoesBack(Callback):
+        steps: list[int]
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            self.steps = [*getattr(self, "steps", ()), trainer.global_step]
+            if self.steps == [1]:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            if self.steps == [1, 2, 3]:
+                raise Rollback(tmp_path / "x.ckpt", own=True)
+
+    back = GoesBack()
+    Trainer(**quiet, max_epochs=1, callbacks=[back]).fit(TinyModule(), tiny_loader())
+    assert back.steps == [1, 2, 3, 2, 3, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -230,13 +230,37 @@ def test_a_yaml_file_cannot_run_code_either(tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_in_a_file_is_never_run_and_asking_for_it_is_an_error(tmp_path: Path):
-    saved(Sized(width=5), tmp_path / "x.ckpt")
-    with pytest.raises(
-        ValueError, match=r"weights_only=False\): checkpoints are data, and code that a file names is never run"
-    ):
-        Sized.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False)
-    assert isinstance(Sized.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True), Sized)
+class Loss:
+    """Notes that it was unpickled."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+        self.made.append(self.power)
+
+
+class WithLoss(TinyModule):
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.kept_loss = loss
+
+
+def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(tmp_path: Path):
+    saved(WithLoss(Loss(3)), tmp_path / "x.ckpt")
+    Loss.made.clear()  # of the copies that were made for the checkpoint
+    problem = r"needs 'loss'. The checkpoint has loss \(.*Loss\) as objects.*weights_only=False"
+    with pytest.raises(TypeError, match=problem):
+        WithLoss.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4
+    assert Loss.made == []
+    assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss.power == 3
+    assert set(Loss.made) == {3}
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"] == {}
 
 
 def test_a_classes_name_in_the_hyperparameters_is_not_looked_up(tmp_path: Path):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
+from terminals import seen
 from tiny import TinyModule, tiny_loader
 from torch import nn
 
@@ -73,6 +74,19 @@ def test_ls_lists_what_the_manifests_say_in_the_order_of_the_saves(tmp_path: Pat
     assert [row[-1] for row in rows[3:]] == ["ok"] * 3
     assert " ".join(rows[1]).endswith("no manifest")
     assert "damaged: its records cannot be read" in " ".join(rows[2])
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_ls_fits_the_width_of_the_terminal(tmp_path: Path, capsys: Any, columns: int) -> None:
+    name = "epoch=0-step=1000-val_accuracy=0.9712.ckpt"
+    write(tmp_path / name, 1, 0.25)
+    (tmp_path / "torn.ckpt").write_bytes((tmp_path / name).read_bytes()[:-100])
+    assert max(map(len, said(capsys, "ls", tmp_path).splitlines())) > 105
+    shown = seen(lambda: main(["checkpoint", "ls", str(tmp_path)]), columns).text
+    assert max(map(len, shown.splitlines())) <= columns
+    assert {"name", "step", "score", "state"} <= set(shown.splitlines()[0].split())
+    assert "Left out for lack of room: save" in shown
+    assert "loss=0.25" in shown
 
 
 def test_ls_looks_into_the_folders_of_earlier_runs_and_tells_programs_as_json(tmp_path: Path, capsys: Any) -> None:

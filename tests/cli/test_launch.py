@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_processes import own_port
+from rank_processes import WHOLE_LINES, own_port
 
 import paceline
 from paceline.cli import launch as module
 from paceline.cli.main import FAILED, main
+from paceline.processes.cluster_environment import find_cluster
 from paceline.settings import resolve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them")
@@ -29,6 +30,7 @@ LIMIT = 180.0
 TELL = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+names += ("LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
 found = {name: value for name, value in os.environ.items() if name in names or name.startswith("PACELINE_")}
 found |= {"argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0], "torch": "torch" in sys.modules}
 found |= {"cores": sorted(os.sched_getaffinity(0)), "main": sys.modules["__main__"].__dict__ is globals()}
@@ -46,7 +48,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(text: str, name: str = "train.py") -> str:
-    Path(name).write_text(text)
+    Path(name).write_text(WHOLE_LINES + text)
     return name
 
 
@@ -90,6 +92,9 @@ def test_c7_c10_two_cpu_processes_get_the_scripts_arguments_untouched(capfd: pyt
         assert one["CUDA_VISIBLE_DEVICES"] == ""
         assert one["PACELINE_LAUNCH_FLAGS"].split(",") == ["cpu", "num_processes"]
         assert (one["PACELINE_CPU"], one["PACELINE_NUM_PROCESSES"]) == ("true", "2")
+        cluster = find_cluster(one)
+        assert cluster is not None
+        assert cluster.name == "paceline launch"
     assert len(err.splitlines()) == 1
 
 

@@ -143,6 +143,20 @@ def test_torchrun_in_a_pod_is_torchrun() -> None:
     assert found(TORCHRUN | {"KUBERNETES_PORT": "tcp://10.0.0.1:443"}).name == "torchrun"
 
 
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "paceline"}, "Paceline"),
+        ({"TORCHELASTIC_RUN_ID": "paceline", "PACELINE_STARTER": "paceline launch"}, "paceline launch"),
+        ({"TORCHELASTIC_RUN_ID": "none", "PACELINE_STARTER": "paceline launch"}, "torchrun"),
+    ],
+)
+def test_processes_that_paceline_started_do_not_name_torchrun(environ: dict[str, str], name: str) -> None:
+    assert found(TORCHRUN | environ).name == name
+    with pytest.raises(RuntimeError, match=f"The environment of {name} says rank 8 of world size 8.*Make RANK, "):
+        find_cluster(TORCHRUN | environ | {"RANK": "8"})
+
+
 def test_a_pod_with_a_wrong_rank_is_told_which_variables_to_look_at() -> None:
     environ = {"KUBERNETES_PORT": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "3"}
     with pytest.raises(RuntimeError, match=r"Kubeflow says rank 3 of world size 3.*Make RANK and WORLD_SIZE agree"):

@@ -247,6 +247,48 @@ def test_a_profiler_changes_no_number() -> None:
     assert all(torch.equal(one, weights[0]) for one in weights)
 
 
+def test_each_callable_of_a_run_is_bound_once_through_the_profiler() -> None:
+    class Mine(SimpleProfiler):
+        def around(self, action_name: str, function: Any) -> Any:
+            bound.append(action_name)
+            return super().around(action_name, function)
+
+    class Clips(Notes):
+        def configure_gradient_clipping(self, *arguments: Any) -> None:
+            self.clip_gradients(*arguments)
+
+    bound: list[str] = []
+    profiler = Mine()
+    fit(profiler, Clips(), callbacks=[Hooked()], gradient_clip_val=1.0, max_epochs=3)
+    timed = {name for name in profiler.recorded_durations if "broadcast" not in name}
+    once = {"run_training_epoch", "run_validation", "[Strategy]SingleDevice.backward", "[Logging].drain"}
+    each_epoch = {
+        "run_training_batch",
+        "[TrainingModule]Clips.configure_gradient_clipping",
+        "[TrainingModule]Clips.optimizer_zero_grad",
+    }
+    assert timed == {
+        *once,
+        *each_epoch,
+        *(f"[Strategy]SingleDevice.{name}" for name in ("optimizer_step", "gather_objects", "barrier")),
+        *(f"[Strategy]SingleDevice.{name}_step" for name in ("training", "validation")),
+        *(f"[Logging].{name}" for name in ("finish_epoch", "send_epoch")),
+        "[_TrainingEpochLoop].train_dataloader_next",
+        "[_EvaluationLoop].val_next",
+        "[Callback]Hooked.on_train_batch_end",
+        "wait_for_checkpoint",
+        "my part",
+    }
+    assert {name: bound.count(name) for name in once} == dict.fromkeys(once, 1)
+    assert {name: bound.count(name) for name in each_epoch} == dict.fromkeys(each_epoch, 3)
+
+
+def test_a_profiler_that_is_not_there_returns_what_it_is_to_time() -> None:
+    nobody, batches = PassThroughProfiler(), iter([1, 2])
+    assert nobody.around("sorting", sorted) is sorted
+    assert nobody.iterate("fetching", batches) is batches
+
+
 def test_nothing_is_wrapped_without_a_profiler_or_after_one() -> None:
     trainer = fit(None)
     assert isinstance(trainer.profiler, PassThroughProfiler)

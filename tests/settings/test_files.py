@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rank_processes import WHOLE_LINES
 
 from paceline.settings import SETTINGS, find_file, read_file, resolve, write_file
 
@@ -206,7 +207,7 @@ def test_a_file_that_is_named_but_not_there_is_an_error(tmp_path: Path) -> None:
         resolve(config_file=tmp_path / "none.yaml")
 
 
-SCRIPT = """
+SCRIPT = f"""{WHOLE_LINES}
 import os
 from paceline import Trainer
 trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,30 @@ def test_every_variable_and_key_belongs_to_one_setting() -> None:
     for read in ([one.variable, *one.variables] for one in SETTINGS.values()), (one.keys for one in SETTINGS.values()):
         every = [text for texts in read for text in texts]
         assert len(every) == len(set(every))
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PACELINE_MIXED_PRECISON", "PACELINE_MIXED_PRECISION"),
+        ("PACELINE_PRECISION", "PACELINE_MIXED_PRECISION"),
+        ("PACELINE_GRADIENT_ACUMULATION_STEPS", "PACELINE_GRADIENT_ACCUMULATION_STEPS"),
+        ("PACELINE_GLOBAL_SED", "PACELINE_GLOBAL_SEED"),
+        ("PACELINE_LOGLEVEL", "PACELINE_LOG_LEVEL"),
+    ],
+)
+def test_a_misspelt_variable_is_warned_of_once(variable: str, meant: str) -> None:
+    with pytest.warns(messages.PacelineWarning, match=f"{variable} has no effect. Did you mean '{meant}'?") as warned:
+        [resolve(environment={variable: "1", "PACELINE_CONFIG_FILE": "none"}) for _ in range(2)]
+    assert len(warned) == 1
+
+
+def test_variables_of_the_package_and_of_other_programs_are_no_misspellings() -> None:
+    root = Path(messages.__file__).parent
+    sources = [path for path in root.glob("*/**/*.py") if path.relative_to(root).parts[0] != "tests"]
+    own = {name for path in sources for name in re.findall(r"PACELINE_[A-Z_]+[A-Z]", path.read_text())}
+    assert len(own) > 10
+    others = {"PACELINE_MY_MODEL", "PACELINE_HOME", "PACELINE_STRIKE_RANK", "PACELINE_DATA_DIR"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(environment={**dict.fromkeys(own | others, "auto"), "PACELINE_CONFIG_FILE": "none"})

@@ -385,7 +385,7 @@ class Unused(Net):
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
-    with pytest.raises(RanksError, match=r"never came: never.weight, never.bias") as caught:
+    with pytest.raises(RanksError, match=r"got no gradients: never.weight, never.bias") as caught:
         ranks(2, fit, "ddp", 16, 2, 1, Unused)
     assert "strategy='ddp_find_unused_parameters_true'" in str(caught.value)
     mine, theirs = ranks(2, fit, "ddp_find_unused_parameters_true", 16, 2, 1, Unused)
@@ -402,7 +402,7 @@ class FrozenLate(Net):
 
 def test_a_parameter_that_was_frozen_in_the_fit_is_named_when_its_gradient_does_not_come() -> None:
     last = list(dict(FrozenLate().named_parameters()))[-1]
-    with pytest.raises(RanksError, match=f"their gradients never came: {last}\\. "):
+    with pytest.raises(RanksError, match=f"they got no gradients: {last}\\. "):
         ranks(2, fit, "ddp", 16, 2, 1, FrozenLate)
 
 
@@ -448,16 +448,21 @@ class Normed(Net):
 
 def normed(strategy: str, batch_size: int, sync: bool) -> Any:
     torch.manual_seed(5)
-    module = Normed()
+    module, seen = Normed(), []
+    before = vars(module.layer[1]).copy()
+    module.layer[1].register_forward_hook(lambda layer, *_: seen.append(type(layer) is nn.BatchNorm1d))
     trainer = Trainer(**QUIET, strategy=strategy, max_epochs=2, sync_batchnorm=sync)
     trainer.fit(module, DataLoader(data(20), batch_size), DataLoader(data(7), 2))
-    return {name: value.clone() for name, value in module.state_dict().items()}, type(module.layer[1]).__name__
+    is_as_before = vars(module.layer[1]).keys() == before.keys()
+    return {name: value.clone() for name, value in module.state_dict().items()}, all(seen), len(seen), is_as_before
 
 
 def test_synchronized_batch_norm_equals_one_process(capfd: pytest.CaptureFixture[str]) -> None:
-    alone, _ = normed("cpu", 4, True)
-    for together, kind in ranks(2, normed, "ddp", 2, True):
-        assert kind == "BatchNorm1d"  # afterwards it is the user's layer again
+    alone, *_ = normed("cpu", 4, True)
+    for together, keeps_its_class, calls, is_as_before in ranks(2, normed, "ddp", 2, True):
+        assert keeps_its_class
+        assert calls
+        assert is_as_before
         for name, expected in alone.items():
             torch.testing.assert_close(together[name], expected, rtol=1e-11, atol=1e-13, msg=name)
     assert "batch norms" not in capfd.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,13 @@ from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
 from paceline import Trainer
-from paceline.strategies import DDPStrategy, DistributedStrategy
+from paceline.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    DistributedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
 
 CPU = torch.device("cpu")
 
@@ -94,7 +102,7 @@ def test_a_gather_of_different_shapes_names_them_on_every_rank() -> None:
     for error in caught.value.errors:
         assert isinstance(error, ValueError)
         assert "rank 0: [((2,), 'torch.float32')]; rank 1: [((3,), 'torch.float32')]" in str(error)
-        assert "Pad them to one shape" in str(error)
+        assert "Pad them to the same shape" in str(error)
 
 
 def test_ranks_that_meet_at_different_barriers_are_told_so() -> None:
@@ -178,7 +186,7 @@ def test_a_group_of_another_size_is_refused() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         joined()
 
-    with pytest.raises(RanksError, match="A process group of 1 processes exists already, but this run has 2"):
+    with pytest.raises(RanksError, match="There already is a process group of 1 processes, but this run has 2"):
         ranks(2, talk)
 
 
@@ -256,3 +264,16 @@ def test_so_is_one_that_comes_while_fit_still_imports_what_starts_them(strategy:
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.splitlines()[-1:] == STOPPED_EARLY
     assert not list(tmp_path.glob("paceline_*"))
+
+
+def test_constructors_show_the_arguments_that_they_pass_on_and_refuse_others() -> None:
+    process = {"process_group_backend", "init_method", "timeout", "start_method", "numa"}
+    for kind in (DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy):
+        parameters = inspect.signature(kind.__init__).parameters
+        assert process < set(parameters), kind
+        assert parameters["timeout"].default == timedelta(minutes=30)
+        with pytest.raises(TypeError, match=rf"Unknown argument of {kind.__name__} 'timeot'. Did you mean 'timeout'\?"):
+            kind(timeot=timedelta(hours=1))
+    assert "gradient_as_bucket_view" in inspect.signature(DDPStrategy).parameters
+    with pytest.raises(TypeError, match=r"ModelParallelStrategy\(device_mesh=\.\.\.\): the strategy decides that"):
+        ModelParallelStrategy(device_mesh=None)

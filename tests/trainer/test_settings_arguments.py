@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,12 @@ from paceline.callbacks import GradientAccumulationScheduler
 from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from paceline.strategies.precision.mixed import MixedPrecision
-from paceline.trainer.settings_arguments import fill_in
+from paceline.trainer.settings_arguments import settled, with_origins
+
+
+def fill_in(given: dict[str, Any]) -> dict[str, Any]:
+    return with_origins(given)[0]
+
 
 OPEN: dict[str, Any] = {
     "accelerator": "auto",
@@ -242,7 +249,12 @@ def test_lightnings_variables_count_after_pacelines_and_before_the_file(
 
 @pytest.mark.parametrize(
     ("variable", "hint"),
-    [("PL_TRAINER_MAX_EPOCH", "Did you mean 'max_epochs'?"), ("PL_TRAINER_GPUS", "Use accelerator='gpu'")],
+    [
+        ("PL_TRAINER_MAX_EPOCH", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PACELINE_TRAINER_MAX_EPOCS", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PACELINE_TRAINER_MAX_EPOCHS", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PL_TRAINER_GPUS", "Use accelerator='gpu'"),
+    ],
 )
 def test_an_unknown_variable_of_that_kind_is_warned_of(
     variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, quiet: dict[str, Any]
@@ -251,3 +263,20 @@ def test_an_unknown_variable_of_that_kind_is_warned_of(
     with pytest.warns(PacelineWarning, match=rf"{variable} .*no effect.*{re.escape(hint)}") as warned:
         assert [Trainer(**quiet).max_epochs for _ in range(2)] == [None, None]
     assert len(warned) == 1
+
+
+def test_the_constructor_gets_the_final_value_of_each_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Any, **final: Any) -> None:
+        got.update(final)
+
+    got: dict[str, Any] = {}
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    init.__signature__ = inspect.signature(Trainer.__init__)  # type: ignore[attr-defined]
+    made = SimpleNamespace()
+    settled(init)(made, max_steps=5)
+    assert got.keys() == inspect.signature(Trainer).parameters.keys()
+    found = [got[name] for name in ("max_epochs", "accumulate_grad_batches", "max_steps", "compile")]
+    assert found == [3, 2, 5, False]
+    places = {row.name: row.where for row in made.settings_in_force}
+    assert (places["max_epochs"], places["max_steps"]) == ("PL_TRAINER_MAX_EPOCHS", "Trainer(max_steps=)")

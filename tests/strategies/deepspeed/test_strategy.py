@@ -471,16 +471,16 @@ def test_names_say_stage_and_offload(name: str, stage: int, optimizer: bool, par
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stage": 0}, "ZeRO stage 0 was asked for. Choose 1, 2 or 3. Stage 0 is strategy='ddp'"),
-        ({"config": {"zero_optimization": {"stage": 4}}}, "ZeRO stage 4 was asked for"),
-        ({"stage": 2, "offload_parameters": True}, "only stage 3 takes parameters apart"),
+        ({"stage": 0}, "has no ZeRO stage 0. Choose 1, 2 or 3. Stage 0 is strategy='ddp'"),
+        ({"config": {"zero_optimization": {"stage": 4}}}, "has no ZeRO stage 4"),
+        ({"stage": 2, "offload_parameters": True}, "only stage 3 splits them"),
         ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers makes the optimizer"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers makes the scheduler"),
         ({"config": "absent.json"}, "there is no such file"),
-        ({"config": {"zero_optimization": {"stage": 1, "overlap_comm": True}}}, "overlap_comm under stage 1"),
+        ({"config": {"zero_optimization": {"stage": 1, "overlap_comm": True}}}, "overlap_comm for stage 1"),
         (
             {"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
-            "offload_param to 'nvme'",
+            "the device of offload_param to 'nvme'",
         ),
         ({"start_method": "thread"}, "start_method"),
     ],
@@ -525,7 +525,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
     ({"bf16": {"enabled": True}}, {}, ("bf16.enabled=True", "'32-true'")),
     ({"fp16": {"enabled": True}}, {"precision": "bf16-mixed"}, ("fp16.enabled=True", "'bf16-mixed'")),
     ({"train_micro_batch_size_per_gpu": 8}, {}, ("=8", "batch_size=2")),
-    ({"train_batch_size": 64}, {"accumulate_grad_batches": 3}, ("=64", "makes 6 a step")),
+    ({"train_batch_size": 64}, {"accumulate_grad_batches": 3}, ("=64", "makes 6 per step")),
 ]
 
 
@@ -573,9 +573,9 @@ class Grows(Transformer):
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
-    (Manual, {}, "NotImplementedError", "Manual asks for manual optimization"),
-    (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS cannot be stepped on with the same result"),
-    (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad cannot be stepped on"),
+    (Manual, {}, "NotImplementedError", "Manual uses manual optimization"),
+    (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs whole parameters"),
+    (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs whole parameters"),
     (Grows, {}, "RuntimeError", "has 2 parameter groups, but had 1"),
     (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed has no precision '64-true'"),
 ]

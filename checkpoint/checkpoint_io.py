@@ -1,0 +1,107 @@
+"""How checkpoints of one file are written, read and removed: a plugin of ``Trainer(plugins=[...])``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from . import single_file, storage
+from .read import read
+
+
+class CheckpointIO(ABC):
+    """Base class of your own way to write and read checkpoints.
+
+    A strategy that writes a folder, each process its part, does not use it. What ``load_checkpoint`` returns is what
+    ``save_checkpoint`` was given. ``paceline checkpoint`` and ``ckpt_path="last"`` know only what
+    :class:`TorchCheckpointIO` writes.
+    """
+
+    #: Whether training continues while a checkpoint is written; None: if that is the quicker way.
+    in_background: ClassVar[bool | None] = False
+
+    @property
+    def has_own_form(self) -> bool:
+        """Whether its files differ from those of :class:`TorchCheckpointIO`."""
+        return True
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, on rank 0.
+
+        Args:
+            checkpoint: the state of a run: numbers, texts, tensors and containers of them.
+            path: of the file.
+            storage_options: what ``Trainer.save_checkpoint`` was given.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, on every rank.
+
+        Args:
+            path: of the file.
+            map_location: device of the tensors, as for ``torch.load``; None: the CPU.
+            weights_only: as for ``torch.load``.
+        """
+
+    @abstractmethod
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, on rank 0."""
+
+    def teardown(self) -> None:
+        """Let go of what is held, when a run ends."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """Paceline's own: one file that ``torch.load`` reads, with checksums, written whole or not at all."""
+
+    in_background = None
+
+    @property
+    def has_own_form(self) -> bool:
+        return type(self).save_checkpoint is not TorchCheckpointIO.save_checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ValueError(
+                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
+                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out, or "
+                "pass Trainer(plugins=[...]) a CheckpointIO that uses them."
+            )
+        single_file.write(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        storage.remove(path)
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Writes in the background what another CheckpointIO writes; the tensors are copied first.
+
+    Args:
+        checkpoint_io: writes and reads; None: :class:`TorchCheckpointIO`.
+    """
+
+    in_background = True
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        self.checkpoint_io = checkpoint_io or TorchCheckpointIO()
+
+    @property
+    def has_own_form(self) -> bool:
+        return self.checkpoint_io.has_own_form
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.checkpoint_io.teardown()

@@ -1,0 +1,89 @@
+"""Values of a checkpoint that are not plain data: pickled into a section that only a load of a trusted file opens.
+
+Unpickling runs code that the file names (https://docs.python.org/3/library/pickle.html). A safe load reads the section
+as bytes and never opens it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from .. import messages
+from .plain_data import plain
+
+#: Key of the section, in the part of a checkpoint that is Paceline's.
+SECTION = "objects"
+#: Entries whose own entries are looked at one by one.
+_NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
+#: Entries that hold a run's state, where an object is a mistake.
+_STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_states", "lr_schedulers")
+
+
+def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose objects are in the section, by place.
+
+    Args:
+        checkpoint: with hyperparameters and whatever ``on_save_checkpoint`` added.
+
+    Raises:
+        TypeError: an object cannot be pickled; the message says which one.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    kept = {}
+    for key, value in checkpoint.items():
+        if key in _NESTED and isinstance(value, Mapping):
+            kept[key] = {name: one for name, one in value.items() if not _taken(found, f"{key}/{name}", one)}
+        elif key in _STATE or not _taken(found, str(key), value):
+            kept[key] = value
+    if found:
+        kept["paceline"] = {**checkpoint["paceline"], SECTION: found}
+    return kept
+
+
+def can_be_kept(value: Any) -> bool:
+    """Whether a checkpoint can hold a value, as plain data or as an object."""
+    try:
+        _taken({}, "", value)
+    except TypeError:
+        return False
+    return True
+
+
+def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
+    try:
+        plain(value, "checkpoint" + "".join(f"[{key!r}]" for key in place.split("/", 1)))
+    except TypeError as problem:
+        try:
+            found[place] = {"type": _type_of(value), "pickled": pickle.dumps(value)}
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"{problem} It cannot be pickled either: {error}.") from error
+        return True
+    return False
+
+
+def _type_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:
+    """The objects of a checkpoint, each with its type; those in the entry ``within`` by their own names."""
+    start = f"{within}/" if within else ""
+    section = checkpoint.get("paceline", {}).get(SECTION, {})
+    return [f"{place.removeprefix(start)} ({one['type']})" for place, one in section.items() if place.startswith(start)]
+
+
+def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
+    """Put the objects back into their places, which runs code of the file.
+
+    Args:
+        checkpoint: changed in place, and returned.
+        name: of the file.
+    """
+    for place, one in checkpoint.get("paceline", {}).get(SECTION, {}).items():
+        key, _, inner = place.partition("/")
+        owner = checkpoint.setdefault(key, {}) if inner and key in _NESTED else checkpoint
+        owner[inner if owner is not checkpoint else place] = pickle.loads(one["pickled"])
+    messages.info_once(f"weights_only=False: loading {name!r} runs code that the file names.", key="code of a file")
+    return checkpoint

@@ -1,0 +1,64 @@
+"""The objects of ``Trainer(plugins=...)``, sorted by what they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import messages
+from ..checkpoint.checkpoint_io import CheckpointIO
+from ..processes.environments import ClusterEnvironment
+from ..strategies.precision.base import Precision
+from ..strategies.sync_batch_norm import TorchSyncBatchNorm
+
+Plugin = Precision | CheckpointIO | ClusterEnvironment | TorchSyncBatchNorm
+
+
+@dataclass
+class Plugins:
+    """What was given.
+
+    Attributes:
+        precision: the Precision; None if there is none.
+        checkpoint_io: what writes and reads checkpoints; None if there is none.
+        environment: how the launcher tells a process its rank; None: found out.
+        sync_batchnorm: whether batch norms see the batches of all processes.
+    """
+
+    precision: Precision | None = None
+    checkpoint_io: CheckpointIO | None = None
+    environment: ClusterEnvironment | None = None
+    sync_batchnorm: bool = False
+
+
+def sort_plugins(given: Any) -> Plugins:
+    """Find out what each object replaces.
+
+    Raises:
+        TypeError: one replaces nothing.
+        ValueError: two replace the same.
+    """
+    plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, TorchSyncBatchNorm)
+    listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [] if given is None else [given]
+    for kind in kinds:
+        found = [plugin for plugin in listed if isinstance(plugin, kind)]
+        if len(found) > 1:
+            names = messages.names([type(plugin).__name__ for plugin in found], last="and")
+            raise ValueError(f"Trainer(plugins=...) got {names}, each of which is a {kind.__name__}. Leave one out.")
+    for plugin in listed:
+        if isinstance(plugin, Precision):
+            plugins.precision = plugin
+        elif isinstance(plugin, CheckpointIO):
+            plugins.checkpoint_io = plugin
+        elif isinstance(plugin, ClusterEnvironment):
+            plugins.environment = plugin
+        elif isinstance(plugin, TorchSyncBatchNorm):
+            plugins.sync_batchnorm = True
+        else:
+            raise TypeError(
+                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a "
+                "ClusterEnvironment or a TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy "
+                "object), logger= and callbacks=."
+            )
+    return plugins
