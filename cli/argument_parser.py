@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import import_module
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,11 +20,13 @@ from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser as _Base
-    from jsonargparse import Namespace, class_from_function
+    from jsonargparse import Namespace
+    from jsonargparse.typing import class_from_function
 else:
     try:
         from jsonargparse import ArgumentParser as _Base
-        from jsonargparse import Namespace, class_from_function
+        from jsonargparse import Namespace
+        from jsonargparse.typing import class_from_function
     except ModuleNotFoundError:  # the names can be imported all the same; making a parser raises
         from argparse import Namespace
 
@@ -32,6 +36,7 @@ else:
 ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 #: Type of an ``__init__`` argument that makes an optimizer from parameters: ``self.optimizer(self.parameters())``.
 OptimizerCallable = Callable[[Iterable], Optimizer]
+_numbers = count()
 #: Rooms whose classes can be chosen by their short names.
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
 
@@ -95,7 +100,7 @@ class ArgumentParser(_Base):
     def add_lightning_class_args(
         self,
         lightning_class: Callable[..., Trainer | TrainingModule | DataModule | Callback] | type,
-        nested_key: str | None,
+        nested_key: str,
         subclass_mode: bool = False,
         required: bool = True,
     ) -> list[str]:
@@ -114,18 +119,17 @@ class ArgumentParser(_Base):
         Raises:
             TypeError: ``lightning_class`` is something else.
         """
-        added = lightning_class
-        if callable(added) and not isinstance(added, type):
-            added = class_from_function(added)
+        added = class_of(lightning_class)
         if not isinstance(added, type) or not issubclass(added, (Trainer, TrainingModule, DataModule, Callback)):
             raise TypeError(
                 f"add_lightning_class_args({lightning_class!r}): this is not a Trainer, TrainingModule, DataModule or "
                 "Callback class. Use add_class_arguments or add_subclass_arguments for other classes."
             )
         if issubclass(added, Callback):
-            self.callback_keys.append(str(nested_key))
+            self.callback_keys.append(nested_key)
         if subclass_mode:
-            return self.add_subclass_arguments(added, nested_key, fail_untyped=False, required=required)
+            self.add_subclass_arguments(added, nested_key, fail_untyped=False, required=required)
+            return [nested_key]
         makes = not issubclass(added, Trainer)
         return self.add_class_arguments(added, nested_key, fail_untyped=False, instantiate=makes, sub_configs=True)
 
@@ -162,11 +166,20 @@ class ArgumentParser(_Base):
         self._add_one_of(lr_scheduler_class, nested_key, {"optimizer"})
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
-    def _add_one_of(self, classes: Any, key: str, skip: set[str]) -> None:
+    def _add_one_of(self, classes: Any, key: str, skip: Any) -> None:
         if isinstance(classes, tuple):
             self.add_subclass_arguments(classes, key, instantiate=False, fail_untyped=False, skip=skip)
         else:
             self.add_class_arguments(classes, key, instantiate=False, fail_untyped=False, sub_configs=True, skip=skip)
+
+
+@cache
+def class_of(owner: Any) -> Any:
+    """A class; for a function that returns an instance, the class that jsonargparse makes of it."""
+    if isinstance(owner, type) or not callable(owner):
+        return owner
+    # jsonargparse refuses a second function of the same name, such as one inside a function that is called again.
+    return class_from_function(owner, name=f"{getattr(owner, '__name__', 'made')}_{next(_numbers)}")
 
 
 def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from .argument_parser import (
     ArgumentParser,
     LRSchedulerTypeTuple,
     Namespace,
+    class_of,
     instantiate_class,
     with_class_path,
 )
@@ -176,6 +177,7 @@ class TrainerCLI:
         self.subclass_mode_model = model_class is None or subclass_mode_model
         self.datamodule_class, self._datamodule_class = datamodule_class, datamodule_class or DataModule
         self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self._subparsers: dict[str, ArgumentParser] = {}
         self._method_arguments: dict[str, list[str]] = {}
         of_subcommands = {name: self.parser_kwargs.get(name, {}) for name in self.subcommands()}
         of_main = {name: value for name, value in self.parser_kwargs.items() if name not in of_subcommands}
@@ -209,15 +211,11 @@ class TrainerCLI:
         if not add_subcommands:
             self._add_arguments(self.parser)
             return
-        owner: Any = self.trainer_class
-        if not isinstance(owner, type):
-            from jsonargparse import class_from_function
-
-            owner = class_from_function(owner)
+        owner = class_of(self.trainer_class)
         subcommands = self.parser.add_subcommands()
         for name, skip in self.subcommands().items():
             help_line = (getattr(owner, name).__doc__ or "").strip().partition("\n")[0]
-            parser = self.init_parser(**{"description": help_line, **subparser_kwargs[name]})
+            parser = self._subparsers[name] = self.init_parser(**{"description": help_line, **subparser_kwargs[name]})
             self._add_arguments(parser)
             self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
             subcommands.add_subcommand(name, parser, help=help_line)
@@ -302,7 +300,7 @@ class TrainerCLI:
             saved = {"init_args": saved}
         before = self.config
         try:
-            self.config = self.parser.parse_object({self.subcommand: {"model": saved}}, before)
+            self.config = self.parser.parse_object({str(self.subcommand): {"model": saved}}, before)
         except SystemExit:
             messages.error(
                 f"Parsing of ckpt_path hyperparameters failed: those in {str(path)!r} are not arguments of this model. "
@@ -332,16 +330,13 @@ class TrainerCLI:
 
     def instantiate_classes(self) -> None:
         """Make :attr:`datamodule`, :attr:`model` and :attr:`trainer`."""
-        from jsonargparse import class_from_function
-
         instantiators = []
         if self.load_from_checkpoint_support:
             for key, owner, any_subclass in (
                 ("model", self._model_class, self.subclass_mode_model),
                 ("data", self._datamodule_class, self.subclass_mode_data),
             ):
-                made = owner if isinstance(owner, type) else class_from_function(owner)
-                instantiators.append((_Keeping(self, key), made, any_subclass))
+                instantiators.append((_Keeping(self, key), class_of(owner), any_subclass))
         self.config_init = self.parser.instantiate(self.config, instantiators=instantiators)
         self.datamodule: Any = self._get(self.config_init, "data")
         self.model: Any = self._get(self.config_init, "model")
@@ -378,7 +373,7 @@ class TrainerCLI:
         return self.trainer_class(**config)
 
     def _parser(self, subcommand: str | None) -> ArgumentParser:
-        return self.parser if subcommand is None else self.parser._subcommands_action.choices[subcommand]  # type: ignore
+        return self.parser if subcommand is None else self._subparsers[subcommand]
 
     def _get(self, config: Any, key: str, default: Any = None) -> Any:
         """A value of the config, which may be the config of a subcommand."""

@@ -19,13 +19,26 @@ import pytest
 #: The rooms, higher ones first, and which others each may import from. The root, where the public names stand, may
 #: import all; all may import what is in OPEN.
 ARROWS = {
-    "cli": {"accelerator", "estimate", "doctor", "data", "report", "checkpoint", "big_model", "processes", "settings"},
+    "cli": {
+        "accelerator",
+        "estimate",
+        "trainer",
+        "doctor",
+        "data",
+        "callbacks",
+        "report",
+        "checkpoint",
+        "big_model",
+        "processes",
+        "settings",
+    },
     "compat": {
         "accelerator",
         "trainer",
         "memory",
         "utilities",
         "callbacks",
+        "checkpoint",
         "big_model",
         "strategies",
         "processes",
@@ -109,6 +122,9 @@ LAZY = {
     "wandb",
     "yaml",
 }
+
+#: Modules with a class that derives from one of these packages; they are imported only when they are used.
+DERIVED = {("cli.argument_parser", "jsonargparse")}
 
 
 class Import(NamedTuple):
@@ -236,7 +252,7 @@ def test_the_package_imports_itself_relatively() -> None:
 
 def test_packages_that_cost_start_up_time_are_imported_where_they_are_used() -> None:
     heavy = [i for i in IMPORTS if i.top and not i.own and i.target.partition(".")[0] in LAZY]
-    assert not [f"{i.source}:{i.line} imports {i.target}" for i in heavy]
+    assert not [f"{i.source}:{i.line} imports {i.target}" for i in heavy if (i.source, i.target) not in DERIVED]
 
 
 def test_a_name_says_what_is_inside() -> None:

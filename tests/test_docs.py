@@ -79,6 +79,7 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [page])
     monkeypatch.setattr("paceline.processes.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
     module = types.ModuleType(f"docs_{page}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -1,4 +1,4 @@
-"""A command line made from classes: what its words and files make, what it saves, and how a checkpoint is loaded again."""
+"""A command line made from classes: what its words and files make, what it saves, and how checkpoints are loaded."""
 
 from __future__ import annotations
 
@@ -223,7 +223,8 @@ def test_a_subclass_can_be_chosen_if_asked_for() -> None:
     assert (type(cli.model), cli.model.extra) == (WiderNet, False)
 
 
-def test_functions_that_return_a_module_or_a_trainer_serve_as_classes() -> None:
+@pytest.mark.parametrize("time", [1, 2])
+def test_functions_that_return_a_module_or_a_trainer_serve_as_classes(time: int) -> None:
     def net(width: int) -> Net:
         return Net(width)
 
@@ -282,6 +283,7 @@ def test_only_classes_that_a_trainer_knows_are_added() -> None:
 # ---- where values come from ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error::paceline.messages.PacelineWarning")
 def test_environment_variables_are_read_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "4")
     monkeypatch.setenv("PL_MODEL__LR", "0.7")
@@ -432,7 +434,7 @@ def test_the_config_is_saved_in_the_folder_of_the_run_and_makes_the_same_run() -
 
 def test_a_config_of_another_run_is_not_overwritten_unless_asked_for() -> None:
     ran("fit", "--model.lr=0.3")
-    with pytest.raises(RuntimeError, match="already exists, from another run. Aborting to avoid overwriting"):
+    with pytest.raises(RuntimeError, match=r"already exists, from another run\. Aborting to avoid overwriting"):
         ran("fit")
     assert yaml.safe_load(Path("config.yaml").read_text())["model"]["lr"] == 0.3
     ran("fit", save_config_kwargs={"config_filename": "other.yaml"})
