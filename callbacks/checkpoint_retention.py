@@ -483,7 +483,7 @@ class CheckpointKeeper(Checkpoint):
         Files that the run could no longer delete are deleted now. Files that it wrote after the checkpoint resumed from
         are deleted with the next save, and so is that checkpoint if it is not ranked.
         """
-        start, files = storage.absolute(trainer.ckpt_path), self._files
+        start, files = storage.absolute(trainer.ckpt_path or ""), self._files
         files.line = state.get("line") or files.line
         depth = (self.filename or "").count("/")
         left = trainer.strategy.broadcast(files.go_on(start, leftovers, depth) if trainer.is_global_zero else [])

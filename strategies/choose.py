@@ -139,7 +139,8 @@ def choose_strategy(
             f"Trainer(strategy={strategy!r}) is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
-    strategy = strategy if strategy in registered() else strategy.lower()
+    if strategy.lower() in ("auto", *SingleDevice.names, *SEVERAL):
+        strategy = strategy.lower()
     kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
     if strategy == "cpu" and kind != "cpu":
         raise ValueError(

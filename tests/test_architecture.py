@@ -38,6 +38,7 @@ ARROWS = {
         "memory",
         "utilities",
         "callbacks",
+        "profilers",
         "checkpoint",
         "big_model",
         "strategies",

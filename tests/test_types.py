@@ -13,7 +13,8 @@ from paceline import Trainer
 from paceline.accelerator.enums import BackendName, MixedName, TrackerName
 from paceline.accelerator.plugins import ModeName
 from paceline.accelerator.trackers import get_available_trackers
-from paceline.processes.devices import ACCELERATORS
+from paceline.processes.accelerators import Accelerator as DeviceKind
+from paceline.processes.devices import ACCELERATORS, AcceleratorName
 from paceline.profilers import Profiler
 from paceline.settings import SETTINGS
 from paceline.strategies.choose import SEVERAL, SingleDevice, StrategyName
@@ -166,5 +167,6 @@ def test_the_words_in_signatures_are_those_that_the_code_knows() -> None:
     assert set(get_args(ModeName)) == accepted("dynamo_mode")
     assert set(get_args(TrackerName)) == {"all", *get_available_trackers()}
     given = get_type_hints(Trainer.__init__)
-    assert set(get_args(given["accelerator"])) == set(ACCELERATORS)
+    assert set(get_args(AcceleratorName)) == set(ACCELERATORS)
+    assert set(get_args(given["accelerator"])) == {AcceleratorName, DeviceKind}
     assert set(get_args(given["profiler"])) >= {Profiler, type(None)}

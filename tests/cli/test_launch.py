@@ -167,7 +167,7 @@ def test_c7_c18_a_failure_is_one_traceback_of_the_users_frames_and_the_status(
     head, *lines = err.splitlines()
     assert head in ("Rank 0 of 2 failed (exit status 1):", "Rank 1 of 2 failed (exit status 1):")
     assert lines[0] == "Traceback (most recent call last):"
-    assert lines[1] == f'  File "{Path(name).resolve()}", line 4, in <module>'
+    assert lines[1] == f'  File "{Path(name).resolve()}", line 5, in <module>'
     assert lines[-1] == "ValueError: mine"
     assert err.count("Traceback") == 1
     assert ROOT not in err.replace(str(Path.cwd()), "")

@@ -45,7 +45,7 @@ SHORT: dict[str, Any] = {
 QUIET: dict[str, Any] = SHORT | {"logger": False, "enable_checkpointing": False}
 
 
-class Net(TinyModule):
+class CommandedNet(TinyModule):
     def __init__(
         self,
         width: int = 4,
@@ -59,7 +59,7 @@ class Net(TinyModule):
         self.width, self.activation, self.optimizer, self.scheduler = width, activation, optimizer, scheduler
 
 
-class WiderNet(Net):
+class WiderNet(CommandedNet):
     def __init__(self, extra: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.extra = extra
@@ -72,7 +72,7 @@ class Outer(TinyModule):
         self.inner = inner
 
 
-class Data(DataModule):
+class CommandedData(DataModule):
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -100,13 +100,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SEED_VARIABLE, raising=False)
 
 
-def made(*args: str, model: Any = Net, data: Any = None, **options: Any) -> TrainerCLI:
+def made(*args: str, model: Any = CommandedNet, data: Any = None, **options: Any) -> TrainerCLI:
     """A command line's objects, without a run."""
     kind = options.pop("kind", TrainerCLI)
     return kind(model, data, run=False, args=list(args), trainer_defaults=QUIET, **options)
 
 
-def ran(*args: str, model: Any = Net, data: Any = Data, defaults: dict[str, Any] = QUIET, **options: Any) -> TrainerCLI:
+def ran(
+    *args: str, model: Any = CommandedNet, data: Any = CommandedData, defaults: dict[str, Any] = QUIET, **options: Any
+) -> TrainerCLI:
     """A command line that ran a subcommand."""
     kind = options.pop("kind", TrainerCLI)
     return kind(model, data, args=list(args), trainer_defaults=defaults, **options)
@@ -116,7 +118,7 @@ def ran(*args: str, model: Any = Net, data: Any = Data, defaults: dict[str, Any]
 
 
 def test_words_set_arguments_of_the_trainer_the_module_and_the_data_module() -> None:
-    cli = made("--model.lr=0.5", "--data.batch_size=3", "--trainer.max_steps", "7", data=Data)
+    cli = made("--model.lr=0.5", "--data.batch_size=3", "--trainer.max_steps", "7", data=CommandedData)
     assert (cli.model.lr, cli.datamodule.batch_size, cli.trainer.max_steps) == (0.5, 3, 7)
     assert (cli.config.model.lr, cli.config.trainer.max_epochs) == (0.5, 1)
 
@@ -157,7 +159,7 @@ def test_config_files_give_the_values_that_words_do_not() -> None:
     assert (cli.model.lr, cli.model.width, cli.trainer.max_epochs) == (0.2, 9, 1)
 
 
-@pytest.mark.filterwarnings("ignore:`Net.configure_optimizers`")
+@pytest.mark.filterwarnings("ignore:`CommandedNet.configure_optimizers`")
 def test_print_config_prints_a_file_that_makes_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--optimizer=Adam", "--optimizer.lr=0.3", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2"]
     with pytest.raises(SystemExit) as ended:
@@ -174,7 +176,7 @@ def test_print_config_prints_a_file_that_makes_the_same_again(capsys: pytest.Cap
 
 @pytest.mark.parametrize("args", [{"model": {"lr": 0.5}}, {"model": {"lr": "0.5"}}])
 def test_arguments_can_be_a_dict(args: dict[str, Any]) -> None:
-    assert TrainerCLI(Net, run=False, args=args, trainer_defaults=QUIET).model.lr == 0.5
+    assert TrainerCLI(CommandedNet, run=False, args=args, trainer_defaults=QUIET).model.lr == 0.5
 
 
 def test_arguments_given_in_code_beside_those_of_the_command_line_are_warned_of(
@@ -197,7 +199,7 @@ def test_classes_are_chosen_by_their_short_names() -> None:
     cli = made(
         "--model=WiderNet",
         "--model.width=3",
-        "--data=Data",
+        "--data=CommandedData",
         "--data.batch_size=5",
         "--trainer.logger=TensorBoardLogger",
         "--trainer.logger.save_dir=logs",
@@ -219,14 +221,14 @@ def test_classes_are_chosen_by_their_short_names() -> None:
 
 
 def test_a_subclass_can_be_chosen_if_asked_for() -> None:
-    cli = made("--model=WiderNet", "--model.extra=false", model=Net, subclass_mode_model=True)
+    cli = made("--model=WiderNet", "--model.extra=false", model=CommandedNet, subclass_mode_model=True)
     assert (type(cli.model), cli.model.extra) == (WiderNet, False)
 
 
 @pytest.mark.parametrize("time", [1, 2])
 def test_functions_that_return_a_module_or_a_trainer_serve_as_classes(time: int) -> None:
-    def net(width: int) -> Net:
-        return Net(width)
+    def net(width: int) -> CommandedNet:
+        return CommandedNet(width)
 
     def trainer(limit_train_batches: int, callbacks: list[Callback] | None = None) -> Trainer:
         return Trainer(**QUIET, limit_train_batches=limit_train_batches, callbacks=callbacks)
@@ -241,13 +243,15 @@ def test_a_trainer_without_callbacks_works_with_a_warning() -> None:
             super().__init__(**QUIET)
 
     with pytest.warns(PacelineWarning, match="Bare does not expose the argument 'callbacks'"):
-        cli = TrainerCLI(Net, run=False, args=[], trainer_class=Bare)
+        cli = TrainerCLI(CommandedNet, run=False, args=[], trainer_class=Bare)
     assert isinstance(cli.trainer, Bare)
 
 
 def test_callbacks_of_trainer_defaults_are_added_to_the_chosen_ones() -> None:
     defaults = QUIET | {"callbacks": [{"class_path": "paceline.callbacks.Timer", "init_args": {"duration": None}}]}
-    cli = TrainerCLI(Net, run=False, args=["--trainer.callbacks=LearningRateMonitor"], trainer_defaults=defaults)
+    cli = TrainerCLI(
+        CommandedNet, run=False, args=["--trainer.callbacks=LearningRateMonitor"], trainer_defaults=defaults
+    )
     assert {type(one) for one in cli.trainer.callbacks} >= {LearningRateMonitor, Timer, SaveConfigCallback}
 
 
@@ -259,7 +263,7 @@ def test_another_trainer_can_be_made_from_the_same_config() -> None:
 
 
 def test_arguments_can_be_linked_before_and_after_objects_are_made() -> None:
-    cli = made("--data.batch_size=20", data=Data, kind=Linked)
+    cli = made("--data.batch_size=20", data=CommandedData, kind=Linked)
     assert (cli.model.lr, cli.model.width) == (0.2, 6)
     assert (cli.model.hparams.lr, cli.model.hparams.width) == (0.2, 6)
 
@@ -322,7 +326,7 @@ def test_the_seed_is_set_before_objects_are_made(default: Any, words: list[str],
     cli = made(*words, seed_everything_default=default)
     assert cli.config.seed_everything is seed if seed is False else cli.config.seed_everything == seed
     torch.manual_seed(99 if seed is False else seed)
-    assert torch.equal(cli.model.layer.weight, Net().layer.weight)
+    assert torch.equal(cli.model.layer.weight, CommandedNet().layer.weight)
 
 
 def test_the_seed_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +338,7 @@ def test_the_seed_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_chosen_optimizer_replaces_that_of_the_module_and_says_so() -> None:
-    with pytest.warns(PacelineWarning, match=r"`Net.configure_optimizers` will be overridden by `TrainerCLI"):
+    with pytest.warns(PacelineWarning, match=r"`CommandedNet.configure_optimizers` will be overridden by `TrainerCLI"):
         cli = ran("fit", "--optimizer=Adam", "--optimizer.lr=0.5")
     assert (type(cli.trainer.optimizers[0]), cli.trainer.optimizers[0].param_groups[0]["lr"]) == (torch.optim.Adam, 0.5)
 
@@ -346,7 +350,7 @@ def test_without_a_choice_the_module_keeps_its_optimizer() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:`Net.configure_optimizers`")
+@pytest.mark.filterwarnings("ignore:`CommandedNet.configure_optimizers`")
 def test_a_plateau_scheduler_watches_the_metric_that_was_given() -> None:
     words = ["--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=x"]
     scheduler = made(*words).model.configure_optimizers()["lr_scheduler"]
@@ -354,7 +358,7 @@ def test_a_plateau_scheduler_watches_the_metric_that_was_given() -> None:
     assert scheduler["monitor"] == "x"
 
 
-@pytest.mark.filterwarnings("ignore:`Net.configure_optimizers`")
+@pytest.mark.filterwarnings("ignore:`CommandedNet.configure_optimizers`")
 def test_the_optimizer_is_made_when_the_trainer_asks_so_that_late_parameters_are_in_it() -> None:
     cli = made("--optimizer=SGD", "--optimizer.lr=1")
     cli.model.late = nn.Linear(1, 1)
@@ -450,7 +454,7 @@ def test_a_fit_that_resumes_in_the_same_folder_saves_its_config_again() -> None:
 
 def test_the_config_is_saved_once_and_not_in_a_dry_run() -> None:
     assert not ran("fit", "--trainer.fast_dev_run=1").trainer.log_dir or not Path("config.yaml").exists()
-    cli = made(data=Data)
+    cli = made(data=CommandedData)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.test(cli.model, datamodule=cli.datamodule)
     assert Path("config.yaml").exists()
@@ -499,24 +503,26 @@ def test_hyperparameters_are_plain_data_from_which_the_same_objects_are_made() -
     cli.trainer.save_checkpoint("x.ckpt")
     saved = torch.load("x.ckpt", weights_only=True)["hyper_parameters"]
     assert saved["activation"]["init_args"]["negative_slope"] == 0.5
-    loaded = Net.load_from_checkpoint("x.ckpt", lr=0.7)
+    loaded = CommandedNet.load_from_checkpoint("x.ckpt", lr=0.7)
     assert (loaded.activation.negative_slope, loaded.width, loaded.lr) == (0.5, 3, 0.7)
     assert type(loaded.optimizer(loaded.parameters())) is torch.optim.Adam
     assert loaded.hparams == {**saved, "lr": 0.7}
 
 
 def test_a_checkpoint_names_the_class_that_was_chosen() -> None:
-    cli = ran("fit", "--model=WiderNet", "--model.extra=false", "--data=Data", model=None, data=None)
+    cli = ran("fit", "--model=WiderNet", "--model.extra=false", "--data=CommandedData", model=None, data=None)
     cli.trainer.save_checkpoint("x.ckpt")
     assert cli.model.hparams["_class_path"] == f"{WiderNet.__module__}.WiderNet"
     loaded = TrainingModule.load_from_checkpoint("x.ckpt")
     assert (type(loaded), loaded.extra, loaded.width) == (WiderNet, False, 4)
-    assert type(DataModule.load_from_checkpoint("x.ckpt")) is Data
+    assert type(DataModule.load_from_checkpoint("x.ckpt")) is CommandedData
 
 
 def test_the_logged_hyperparameters_of_both_do_not_contradict_each_other() -> None:
     logger = {"class_path": "paceline.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
-    cli = ran("fit", "--model=WiderNet", "--data=Data", model=None, data=None, defaults=QUIET | {"logger": logger})
+    cli = ran(
+        "fit", "--model=WiderNet", "--data=CommandedData", model=None, data=None, defaults=QUIET | {"logger": logger}
+    )
     logged = yaml.safe_load(Path(cli.trainer.log_dir or "", "hparams.yaml").read_text())
     assert (logged["batch_size"], logged["extra"], logged["_instantiator"]) == (2, True, MARK)
     assert "_class_path" not in logged
@@ -536,7 +542,7 @@ def test_only_named_hyperparameters_are_stored_if_names_are_given() -> None:
 
 
 def test_a_submodule_stores_its_own_arguments() -> None:
-    cli = made("--model=Outer", "--model.inner=Net", "--model.inner.width=2", model=None)
+    cli = made("--model=Outer", "--model.inner=CommandedNet", "--model.inner.width=2", model=None)
     assert cli.model.hparams.width == 9
     assert cli.model.inner.hparams.width == 2
 
@@ -554,10 +560,10 @@ def test_the_model_for_a_checkpoint_has_its_hyperparameters(
     caplog.set_level(logging.INFO, "paceline")
     words = ["--model=WiderNet"] if chosen_there else []
     ran("fit", *words, "--model.width=5", subclass_mode_model=chosen_there).trainer.save_checkpoint("x.ckpt")
-    model = WiderNet if chosen_there else Net
-    words = ["--model=Net"] if chosen_here else []
+    model = WiderNet if chosen_there else CommandedNet
+    words = ["--model=CommandedNet"] if chosen_here else []
     options: dict[str, Any] = {"subclass_mode_model": chosen_here, "save_config_callback": None}
-    here = ran("predict", *words, "--ckpt_path=x.ckpt", model=Net if chosen_here else model, **options)
+    here = ran("predict", *words, "--ckpt_path=x.ckpt", model=CommandedNet if chosen_here else model, **options)
     assert here.model.width == here.config.predict.model.get("init_args", here.config.predict.model).width == 5
     assert type(here.model) is model
     assert "The arguments of the model are the hyperparameters in x.ckpt" in caplog.text
@@ -571,7 +577,10 @@ def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFix
 
 
 def written(**hyperparameters: Any) -> None:
-    content = {"state_dict": Net().state_dict(), "hyper_parameters": {"_instantiator": MARK, **hyperparameters}}
+    content = {
+        "state_dict": CommandedNet().state_dict(),
+        "hyper_parameters": {"_instantiator": MARK, **hyperparameters},
+    }
     single_file.write(content, Path("x.ckpt"))
 
 
@@ -579,9 +588,9 @@ def written(**hyperparameters: Any) -> None:
 def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    written(**{where: {"class_path": "stranger.Net"} if where == "activation" else "stranger.Net"})
-    with pytest.raises(ValueError, match=r"name the class 'stranger.Net', which is not imported"):
-        Net.load_from_checkpoint("x.ckpt")
+    written(**{where: {"class_path": "stranger.CommandedNet"} if where == "activation" else "stranger.CommandedNet"})
+    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which is not imported"):
+        CommandedNet.load_from_checkpoint("x.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -590,12 +599,12 @@ def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, mo
 def test_a_file_cannot_name_a_class_that_the_signature_does_not_allow(values: dict[str, Any]) -> None:
     written(**values)
     with pytest.raises(ValueError, match="do not fit"):
-        Net.load_from_checkpoint("x.ckpt")
+        CommandedNet.load_from_checkpoint("x.ckpt")
 
 
 def test_a_file_of_lightnings_command_line_is_loaded_too() -> None:
     written(activation={"class_path": "torch.nn.ReLU"}, _instantiator="lightning.pytorch.cli.instantiate_module")
-    assert isinstance(Net.load_from_checkpoint("x.ckpt").activation, nn.ReLU)
+    assert isinstance(CommandedNet.load_from_checkpoint("x.ckpt").activation, nn.ReLU)
 
 
 # ---- the package jsonargparse ----------------------------------------------------------------------------------------
