@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from .. import messages
 from ..torch_private import communication_times, time_every_step
@@ -18,7 +19,6 @@ from .precision.base import Precision
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from typing_extensions import Unpack
 
 T = TypeVar("T")
 

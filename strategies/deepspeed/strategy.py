@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ... import messages
 from ...torch_private import HAS_STEPPED
@@ -28,7 +29,6 @@ from .settings import DeepSpeedName
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from typing_extensions import Unpack
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as dtensor_empty
+from typing_extensions import Unpack
 
 from ... import messages
 from ...big_model.deferred_weights import Waiting, noting
@@ -31,7 +32,7 @@ from .wrapping import Policy, check_shapes, checkpoint_activations, choose_block
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
