@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -36,7 +35,6 @@ else:
 ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 #: Type of an ``__init__`` argument that makes an optimizer from parameters: ``self.optimizer(self.parameters())``.
 OptimizerCallable = Callable[[Iterable], Optimizer]
-_numbers = count()
 #: Rooms whose classes can be chosen by their short names.
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
 
@@ -178,8 +176,10 @@ def class_of(owner: Any) -> Any:
     """A class; for a function that returns an instance, the class that jsonargparse makes of it."""
     if isinstance(owner, type) or not callable(owner):
         return owner
-    # jsonargparse refuses a second function of the same name, such as one inside a function that is called again.
-    return class_from_function(owner, name=f"{getattr(owner, '__name__', 'made')}_{next(_numbers)}")
+    made = class_from_function(owner)
+    # jsonargparse leaves the class in this module, and refuses another function of the same name then.
+    del globals()[made.__name__]
+    return made
 
 
 def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

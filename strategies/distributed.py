@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,11 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
         owner, signature = init.__qualname__.partition(".")[0], inspect.signature(init)
         found = dict(signature.parameters)
         for base in bases:
+            types = get_type_hints(base)
             for name, taken in inspect.signature(base).parameters.items():
                 if name not in decided:
-                    found.setdefault(name, taken.replace(kind=taken.KEYWORD_ONLY))
+                    annotation = types.get(name, taken.annotation)
+                    found.setdefault(name, taken.replace(kind=taken.KEYWORD_ONLY, annotation=annotation))
         shown = [parameter for parameter in found.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = [parameter.name for parameter in shown if parameter.name != "self"]
 
@@ -80,6 +82,8 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
             init(self, *args, **options)
 
         vars(checked)["__signature__"] = signature.replace(parameters=shown)
+        typed = {one.name: one.annotation for one in shown if one.annotation is not one.empty}
+        checked.__annotations__ = {**typed, **init.__annotations__}
         return checked  # type: ignore[return-value]
 
     return decorate

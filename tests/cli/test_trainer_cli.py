@@ -8,6 +8,7 @@ import pickle
 import sys
 import typing
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -637,3 +638,12 @@ HINTED = [
 @pytest.mark.parametrize("function", HINTED, ids=lambda function: function.__qualname__)
 def test_the_types_of_signatures_can_be_read_when_the_program_runs(function: Any) -> None:
     assert typing.get_type_hints(function)
+
+
+def test_the_config_of_a_strategy_makes_the_same_strategy_again() -> None:
+    words = ["--trainer.strategy=DDPStrategy", "--trainer.strategy.timeout=0:05:00"]
+    cli = made(*words, "--trainer.strategy.gradient_as_bucket_view=true")
+    Path("again.yaml").write_text(cli.parser.dump(cli.config))
+    again = made("--config=again.yaml").trainer.strategy
+    assert isinstance(again, strategies.DDPStrategy)
+    assert again.timeout == timedelta(minutes=5)
