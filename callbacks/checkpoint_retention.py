@@ -469,7 +469,7 @@ class CheckpointKeeper(Checkpoint):
         if saved and saved in kept:
             self._saved_step, self._saved_path = state["saved_step"], saved
         at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == state.get("last_step")
-        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer.current_run.newest
+        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == str(trainer.current_run.newest)
         goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
         self._last_step = state.get("last_step", -1) if at_step else -1
         if goes_on:
