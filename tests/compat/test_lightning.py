@@ -138,7 +138,7 @@ def test_the_variable_installs_it_where_paceline_is_imported_and_in_pytest(tmp_p
     (tmp_path / "test_it.py").write_text(
         "def test_it():\n    import lightning\n    assert lightning.__version__ == '2.6.1'\n"
     )
-    words = ("-m", "pytest", "-q", "-p", "paceline.compat.pytest_plugin", "-p", "no:cacheprovider")
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider")  # the plugin is an entry point of the package
     assert "1 passed" in run(*words, folder=tmp_path, PACELINE_STANDS_IN="lightning")
 
 

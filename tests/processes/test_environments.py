@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -79,11 +80,10 @@ def fit_as(rank: int, port: int) -> tuple[int, int, str]:
 
 
 def _on_rank(port: int) -> Any:
-    import os
-
-    rank = int(os.environ.pop("RANK"))
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
-        os.environ.pop(name, None)
+    rank = int(os.environ["RANK"])
+    told = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC") or name in told]:
+        del os.environ[name]
     return fit_as(rank, port)
 
 
