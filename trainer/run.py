@@ -25,7 +25,7 @@ from .evaluation import EvalLoop
 from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
-from .start_run import attach
+from .start_run import attach, end_logging
 from .states import RunningStage, TrainerFn, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
@@ -231,8 +231,7 @@ class Run:
             _run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
-            if self.module is not None:
-                self.module._end_run()
+            end_logging(self)
 
     # ---- copies ----------------------------------------------------------------------------------------------------
 

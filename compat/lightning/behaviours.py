@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,8 +56,10 @@ def install() -> None:
     from ...loggers.tensorboard import TensorBoardLogger
     from ...processes.accelerators import Accelerator
     from ...profilers.base import Profiler
+    from ...trainer import default_callbacks
     from ...trainer.trainer import Trainer
 
+    default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     setattr(Accelerator, "get_device_stats", _device_stats)  # noqa: B010 - a name that Paceline has elsewhere
     for module, name in _STRATEGIES.items():
@@ -72,7 +75,11 @@ def install() -> None:
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
-                setattr(owner, method, translated(getattr(owner, method)))
+                function = getattr(owner, method)
+                setattr(owner, method, translated(function))
+                if method == "__init__":
+                    with suppress(NameError):  # of a type that only type checkers import
+                        function.__annotations__ = get_type_hints(function)
 
 
 def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, float]:
