@@ -132,6 +132,7 @@ def error(state: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 # ---- the numbers of one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_schedule_gives_the_numbers_of_one_process(accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate}

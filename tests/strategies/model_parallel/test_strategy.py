@@ -226,6 +226,7 @@ def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more:
 # ---- the numbers of one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("mesh", "accumulate"), [("tp x2", 1), ("tp x2", 3), ("shard 2 x tp 2", 3), ("replicate 2 x tp 2", 1)]
 )
