@@ -91,7 +91,7 @@ class Prepared:
         self.gradient_state.on_pass = on_pass
         self.gradient_state.explain = partial(self.errors.explain, None)
         for placement in self.placements.values():
-            placement.explain_with(self.errors)
+            placement.explain_with(self.errors.explain)
         for optimizer in self.optimizers:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
@@ -220,7 +220,7 @@ class Prepared:
             own = [one.optimizer for one in self.optimizers if one.placement is model]
             if own:
                 model.strategy.setup_optimizers(own)
-        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors)
+        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors.explain)
         self.gradient_state.models_changed()
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:

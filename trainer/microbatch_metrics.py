@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of
-from .metric_records import Options, Table, check_value, not_synced, reduction_of, taken
+from .metric_reductions import Options, Table, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore

@@ -19,7 +19,7 @@ from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
 from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
-from .metric_records import Group, Options
+from .metric_reductions import Group, Options
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
