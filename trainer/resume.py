@@ -17,7 +17,6 @@ from . import running_metrics
 from .state import Pending, without_window
 
 if TYPE_CHECKING:
-    from .loop import FitLoop
     from .run import Run
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -44,22 +43,12 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     }
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
-        kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
+        kept |= fit.place_in_data()
         if state.pending is Pending.VALIDATION and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if run.source.train_loader is not None and not kept.get("loader"):
         kept["loader"] = loader_state(run.source.train_loader)
     return kept
-
-
-def _place_in_data(fit: FitLoop) -> dict[str, Any]:
-    ahead = fit.fetched_ahead()
-    return {
-        "random_at_epoch_start": fit.at_epoch_start,
-        "ended": ahead.get("ended", False),
-        "random_before_fetch": ahead.get("random"),
-        "loader": ahead.get("loader"),
-    }
 
 
 def _gradients(run: Run) -> dict[str, Any] | None:

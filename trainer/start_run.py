@@ -34,8 +34,9 @@ from .phases import SETUP
 from .state import Pending
 
 if TYPE_CHECKING:
+    from .arguments import Request
     from .resume import Resumed
-    from .run import Request, Run
+    from .run import Run
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 

@@ -16,10 +16,10 @@ from ..data.loaders import eval_loaders, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
 from ..strategies.deepspeed.strategy import DeepSpeedStrategy
-from ..trainer.arguments import check_profiler
+from ..trainer.arguments import Request, check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
-from ..trainer.run import Request, Run
+from ..trainer.run import Run
 from ..trainer.start_run import attach, find_module
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
