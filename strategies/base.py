@@ -92,14 +92,8 @@ class Strategy(Placement, Communication, State):
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
         """Read weights that were noted (see :mod:`.big_model.deferred_weights`), unless a checkpoint has brought them.
 
-        Called once the module is set up and a checkpoint's weights are in; every process must call.
-
-        Args:
-            module: the module that was set up.
-            required: everything must have values by now.
-
-        Raises:
-            RuntimeError: a tensor has none.
+        Every process must call this, once the module is set up and a checkpoint's weights are loaded. If ``required``,
+        a tensor without values is a RuntimeError.
         """
         if self.waiting.notes:
             all_or_none(partial(self.waiting.read, module), self.gather_objects)

@@ -37,11 +37,8 @@ def arguments_of(settings: Any) -> dict[str, Any]:
 def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
     """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
 
-    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.
-
-    Args:
-        module: the TrainingModule.
-        settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, if there are any.
+    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph. ``settings`` is True or
+    arguments for ``torch.compile``; with ``regional`` only repeated blocks are compiled, if there are any.
     """
     watch_compiling()
     arguments = arguments_of(settings)

@@ -25,7 +25,7 @@ from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
 from ..processes.stop_agreement import Stop
-from ..processes.timings import timed
+from ..processes.timings import phase
 from ..torch_private import pytree
 from . import sync_batch_norm
 from .base import Strategy
@@ -233,7 +233,7 @@ class DistributedStrategy(Strategy):
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, method, kind, self.numa)
 
-    @timed("joining the group")
+    @phase("joining the group")
     def setup_environment(self) -> None:
         self._stand(self._find_cluster())
         super().setup_environment()

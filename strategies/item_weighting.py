@@ -15,16 +15,10 @@ if TYPE_CHECKING:
 class ItemWindow:
     """Weights the losses of a window's micro-batches by their numbers of items.
 
-    Each loss is multiplied by its number of items, divided by a unit, a power of two. When the window is complete, its
-    gradients are multiplied by :meth:`finish`, which makes them the mean over all items of all ranks.
-
-    Args:
-        strategy: the ranks.
-        said: where the numbers come from, for errors: ``"Net.training_step returned"``.
-
-    Attributes:
-        items: number of items in the window so far, on this rank; a number or a scalar tensor.
-        unit: the unit; None before the first loss.
+    Each loss is multiplied by its number of items, divided by ``unit``, a power of two. When the window is complete,
+    its gradients are multiplied by :meth:`finish`, which makes them the mean over all items of all ranks. ``items`` is
+    the window's number of items so far on this rank; ``said`` says where the numbers come from, for errors:
+    ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:

@@ -24,12 +24,8 @@ _GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 class CompileWatch(logging.Handler):
     """Counts what torch.compile does in this process.
 
-    Attributes:
-        seconds: total time of compilations.
-        compilations: number of compiled graphs.
-        recompilations: their number, by torch's name of the function.
-        reasons: the reason of each function's last recompilation.
-        last_reason: the reason of the last recompilation.
+    ``recompilations`` and ``reasons`` are by torch's name of the function; ``seconds`` is the total time of
+    compilations.
     """
 
     def __init__(self) -> None:

@@ -41,11 +41,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
     """The modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    Args:
-        root: the module to search.
-        policy: one or several classes or class names, ``f(name, module)``, or a number of parameters.
-        argument: the name of the policy's argument, for errors.
-        smallest: whether the policy may be a number.
+    The policy is one or several classes or class names, ``f(name, module)`` or, with ``smallest``, a number of
+    parameters. Errors call it ``argument``.
     """
     candidates = {
         name: module
@@ -154,12 +151,8 @@ def check_shapes(module: nn.Module) -> None:
 def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
     """Let backward run the forward of modules again, so activations are not kept (Chen et al., Sublinear Memory, 2016).
 
-    Only the forward of each instance is replaced, so the names of parameters do not change.
-
-    Args:
-        root: the module to search.
-        policy: as for :func:`find_modules`; True for ``blocks``.
-        blocks: the blocks that are sharded separately.
+    The modules are those of a policy, as for :func:`find_modules`, or ``blocks`` for True. Only the forward of each
+    instance is replaced, so the names of parameters do not change.
     """
     if policy is None or policy is False:
         return

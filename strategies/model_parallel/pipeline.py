@@ -166,10 +166,7 @@ class Pipeline:
     def bind_step(self, step: Callable[..., Any], logs: Any, training: bool) -> Callable[..., Any]:
         """Return a function that runs a batch through the pipeline, to call in place of ``step``.
 
-        Args:
-            step: the module's step, in the precision's context.
-            logs: an object whose ``take`` and ``put`` bring the last stage's logged values to all stages; or None.
-            training: whether to run backward too.
+        ``take`` and ``put`` of ``logs``, unless it is None, bring the last stage's logged values to all stages.
         """
         self.rest()
         self._fresh = True

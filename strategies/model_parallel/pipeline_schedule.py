@@ -29,7 +29,7 @@ _SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
 class Call:
-    """One batch that passes through the stages.
+    """One batch that passes through the stages, as micro-batches with ``sizes`` samples.
 
     Args:
         step: the user's step.
@@ -108,14 +108,8 @@ class Plan:
     """Runs ``count`` micro-batches of one form.
 
     When it is created, it finds the forms of the tensors that are sent between stages: each stage runs the first
-    micro-batch up to its exit, without the values of earlier stages, and tells the next stage.
-
-    Args:
-        pipeline: the pipeline.
-        call: the batch.
-        first: index of the first micro-batch.
-        count: number of micro-batches.
-        passages: what is already known about micro-batches of this form, by stage.
+    micro-batch up to its exit, without the values of earlier stages, and tells the next stage. ``passages`` has what is
+    already known about micro-batches of this form, by stage.
     """
 
     def __init__(

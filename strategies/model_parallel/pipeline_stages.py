@@ -71,13 +71,8 @@ class Passage:
 class Stages:
     """The blocks of a module, in the order in which they run, and the first block of each stage.
 
-    Everything outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages.
-
-    Args:
-        module: the TrainingModule.
-        count: number of stages.
-        device: the device of this process's stages.
-        split_points: names of the first modules of the second and later stages; None: split evenly by parameters.
+    Everything outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages. For
+    ``split_points`` see ModelParallelStrategy.
     """
 
     def __init__(
@@ -289,10 +284,8 @@ class Left(BaseException):
 class _Mode(TorchFunctionMode):
     """Before a stage's first block, values derived from weights are known by shape only; the rest runs as written.
 
-    Args:
-        stages: all stages.
-        seen: receives the ids of the parameters that are used while ``on`` is False.
-        on: whether the step is before the stage's first block.
+    ``on`` says whether the step is before that block. If not, ``seen`` receives the ids of the parameters that are
+    used.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:

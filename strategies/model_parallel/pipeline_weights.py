@@ -30,10 +30,6 @@ class Weights:
     A process holds the weights of its stages' blocks and, at first, all weights outside the blocks. The first training
     step shows which processes use these weights. The other processes drop them: on those, they are on the meta device.
     If several processes use a weight (tied weights), its gradients are summed over them.
-
-    Args:
-        pipeline: the pipeline.
-        stages: the stages of the module.
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:

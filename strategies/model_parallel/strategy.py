@@ -381,12 +381,7 @@ def _size(axis: str, value: Any, auto: bool = True) -> int | str:
 
 
 def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
-    """The size of each mesh dimension.
-
-    Args:
-        asked: the user's sizes, by dimension.
-        world_size: number of processes.
-        per_node: number of processes on one machine, for ``tensor_parallel="auto"``.
+    """The size of each mesh dimension; ``per_node`` processes of one machine are ``tensor_parallel="auto"``.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes.
