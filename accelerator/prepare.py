@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..strategies.base import Strategy
+from ..strategies.precision.base import parameters
 from ..torch_private import compiler_of
 from .errors import Errors
 from .loaders import PreparedLoader, prepare_data_loader
@@ -236,7 +237,7 @@ class Prepared:
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
-        present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        present = set(parameters(optimizer))
         if before is not None and placement is not None and old - present:  # the state of replaced parameters
             optimizer.state.clear()
             placement.strategy.load_optimizer_state(placement.module, optimizer, before)

@@ -31,7 +31,7 @@ from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .precision.base import Precision
+from .precision.base import Precision, parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -413,10 +413,9 @@ class DistributedStrategy(Strategy):
             same_buffers(module, self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self.reduce(parameter.grad, "mean")
+        for parameter in parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = self.reduce(parameter.grad, "mean")
 
     # ---- communication: agreement ------------------------------------------------------------------------------------
 

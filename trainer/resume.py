@@ -13,6 +13,7 @@ from .. import messages
 from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
+from ..strategies.precision.base import parameters as parameters_of
 from . import running_metrics
 from .state import Pending, without_window
 
@@ -60,13 +61,8 @@ def _gradients(run: Run) -> dict[str, Any] | None:
         return run.strategy.window_gradients(module)
     if state.fn != "fit" or module.automatic_optimization or state.batch_idx < 0:
         return None
-    used = {
-        id(parameter)
-        for managed in run.managed
-        if managed.stepped_at == state.batches - 1
-        for group in managed.param_groups
-        for parameter in group["params"]
-    }
+    stepped = (managed.optimizer for managed in run.managed if managed.stepped_at == state.batches - 1)
+    used = {id(parameter) for optimizer in stepped for parameter in parameters_of(optimizer)}
     found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
     kept = run.strategy.window_gradients(module) if found else None
     return None if kept is None else {name: grad for name, grad in kept.items() if name in found}

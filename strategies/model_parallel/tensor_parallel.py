@@ -86,7 +86,8 @@ class Splitter:
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if parameter.is_meta:  # it has no values yet; random ones are enough here
-                tensors[key] = _some_values(parameter, generator).to(self.mesh.device_type, parameter.dtype)
+                values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
+                tensors[key] = values.to(self.mesh.device_type, parameter.dtype)
                 split_ones[key] = cut_if_fits(tensors[key], parameter)
         first = tensors[next(iter(tensors))]
         layer = self.module.get_submodule(next(key for key in self.found.columns if key.startswith(f"{name}.")))
@@ -120,10 +121,6 @@ class Splitter:
         if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # which does not call the layers' own forward
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
-
-
-def _some_values(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
