@@ -13,6 +13,7 @@ from .. import messages
 from . import html_page as pages
 from .history import History, Points, Start
 from .html_page import Html, Section
+from .svg_charts import line_chart, pie, side_by_side, stacked_bars
 
 #: Largest number of metric charts on a page; the table has the other values.
 MOST_CHARTS = 60
@@ -106,7 +107,7 @@ def _charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
 def _line(series: Mapping[str, Points], what: str) -> Html:
     values = [y for points in series.values() for _, y in points if y == y]
     log = bool(values) and min(values) > 0 and max(values) / min(values) > _DECADES
-    return pages.line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
+    return line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
 
 
 def _speed(history: History) -> list[Html]:
@@ -130,11 +131,11 @@ def _values(curves: Mapping[str, Points]) -> Html:
 def _split(history: History) -> list[Html]:
     clock = history.clock
     rows = [(name, round(seconds, 3), f"{seconds / (history.seconds or 1):.1%}") for name, seconds in clock.items()]
-    pies = [pages.pie(clock, "the whole run")]
+    pies = [pie(clock, "the whole run")]
     whose = "" if len(history.starts) < 2 else ", the last start"
-    pies += [pages.pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
+    pies += [pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
     return [
-        pages.side_by_side(pies),
+        side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
             "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the end "
@@ -244,7 +245,7 @@ def pair(a: History, b: History) -> str:
         Section("Values", [pages.table(last_values(a, b), ("metric, last value", *names, "B - A"))]),
         Section("Curves", _charts(curves) or ["Nothing was logged."]),
         Section("Learning rate", [_line(rates, "learning rate")]),
-        Section("Where the time went", [pages.stacked_bars({t: one.clock for t, one in each.items()}, "s")]),
+        Section("Where the time went", [stacked_bars({t: one.clock for t, one in each.items()}, "s")]),
     ]
     lead = f"A: {a.path.resolve().parent}; B: {b.path.resolve().parent}"
     return pages.page(" and ".join(names), sections, lead)

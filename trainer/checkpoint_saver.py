@@ -14,7 +14,7 @@ from ..checkpoint import sharded_folder, storage
 from ..checkpoint.checkpoint_io import CheckpointIO
 from ..checkpoint.plain_data import plain
 from ..checkpoint.snapshot import Buffers, size_bytes
-from ..processes.timings import timed
+from ..processes.timings import phase
 from . import phases
 from .checkpoint_contents import gather
 from .profiling import timed_in_run
@@ -78,7 +78,7 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     @timed_in_run("save_checkpoint")
-    @timed("saving a checkpoint")
+    @phase("saving a checkpoint")
     def save(
         self,
         paths: Sequence[str | Path],

@@ -33,13 +33,14 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
+from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
-from .run import Request, Run
+from .run import Run
 from .settings_arguments import settled
 from .state import RunState
 from .states import RunningStage, TrainerStatus

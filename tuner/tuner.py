@@ -10,7 +10,8 @@ from ..checkpoint.restore import PARTS
 from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
-from ..trainer.run import Request, Run
+from ..trainer.arguments import Request
+from ..trainer.run import Run
 from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
