@@ -96,7 +96,7 @@ _RENAMED = {
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
     "TrainerState": Target("trainer.state", "RunState"),
-    "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "_LRFinder": Target("tuner.lr_range_test", "LRFinder"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
