@@ -21,7 +21,7 @@ _HOMES = {
     "callbacks.lr_monitor": "LearningRateMonitor",
     "callbacks.model_checkpoint": "ModelCheckpoint",
     "callbacks.model_pruning": "ModelPruning",
-    "callbacks.model_summary": "ModelSummary RichModelSummary",
+    "callbacks.model_summary": "ModelSummary RichModelSummary summarize",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "callbacks.prediction_writer": "BasePredictionWriter",
     "callbacks.progress": "ProgressBar",
@@ -43,6 +43,14 @@ _HOMES = {
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
     "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "compat.lightning.demos": (
+        "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
+        "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
+    ),
+    "compat.lightning.helpers": (
+        "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
+        "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters"
+    ),
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -100,6 +108,8 @@ _RENAMED = {
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
+    "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
+    "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
     "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
@@ -187,7 +197,9 @@ _MODULES = {
     "pytorch.core.mixins.hparams_mixin": "HyperparametersMixin",
     "pytorch.core.module": "LightningModule LightningOptimizer",
     "pytorch.core.optimizer": "LightningOptimizer",
-    "pytorch.core.saving": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "pytorch.core.saving": "get_filesystem load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "pytorch.demos": "",
+    "pytorch.demos.boring_classes": _HOMES["compat.lightning.demos"],
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
     "pytorch.loggers.csv_logs": "CSVLogger",
     "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
@@ -241,11 +253,15 @@ _MODULES = {
     "pytorch.utilities.exceptions": "MisconfigurationException SIGTERMException",
     "pytorch.utilities.grads": "grad_norm",
     "pytorch.utilities.imports": "",
-    "pytorch.utilities.memory": "",
+    "pytorch.utilities.argparse": "",
+    "pytorch.utilities.memory": "garbage_collection_cuda is_cuda_out_of_memory is_oom_error recursive_detach",
     "pytorch.utilities.model_helpers": "is_overridden",
-    "pytorch.utilities.model_summary": "",
+    "pytorch.utilities.model_summary": "summarize",
     "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
-    "pytorch.utilities.parsing": "AttributeDict",
+    "pytorch.utilities.parsing": (
+        "AttributeDict get_init_args is_picklable lightning_getattr lightning_hasattr lightning_setattr "
+        "save_hyperparameters"
+    ),
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.seed": "isolate_rng",
     "pytorch.utilities.testing": "_runif_reasons",
@@ -254,7 +270,7 @@ _MODULES = {
     "fabric": "seed_everything",
     "fabric.accelerators": _ACCELERATORS,
     "fabric.accelerators.accelerator": "Accelerator",
-    "fabric.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
+    "fabric.accelerators.cuda": "CUDAAccelerator find_usable_cuda_devices is_cuda_available num_cuda_devices",
     "fabric.accelerators.mps": "MPSAccelerator",
     "fabric.accelerators.xla": "",
     "fabric.plugins.environments": _ENVIRONMENTS,
@@ -265,6 +281,7 @@ _MODULES = {
     "fabric.plugins.io": _CHECKPOINT_IO,
     "fabric.plugins.io.checkpoint_io": "CheckpointIO",
     "fabric.plugins.io.torch_io": "TorchCheckpointIO",
+    "fabric.utilities.cloud_io": "get_filesystem",
     "fabric.utilities.distributed": "",
     "fabric.utilities.throughput": "",
     "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
@@ -287,7 +304,7 @@ _PRIVATE_ONLY = (
     "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
     "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-    "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
+    "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
     "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
     "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
     "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
