@@ -43,9 +43,7 @@ _HOMES = {
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
     "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
-<<<<<<< HEAD
     "compat.lightning.fabric_wrappers": "is_wrapped",
-=======
     "compat.lightning.demos": (
         "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
         "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
@@ -54,7 +52,6 @@ _HOMES = {
         "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters"
     ),
->>>>>>> clients
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -121,14 +118,11 @@ _RENAMED = {
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
-<<<<<<< HEAD
     "SpikeDetection": Target("callbacks.loss_guard", "LossGuard"),
     "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
     "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
-=======
     "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
->>>>>>> clients
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
     "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
     "get_human_readable_count": Target("callbacks.model_summary", "human_readable"),
@@ -277,12 +271,8 @@ _MODULES = {
     "pytorch.utilities.argparse": "",
     "pytorch.utilities.memory": "garbage_collection_cuda is_cuda_out_of_memory is_oom_error recursive_detach",
     "pytorch.utilities.model_helpers": "is_overridden",
-<<<<<<< HEAD
     "pytorch.utilities.model_summary": "get_human_readable_count summarize",
     "pytorch.utilities.model_summary.model_summary": "get_human_readable_count summarize",
-=======
-    "pytorch.utilities.model_summary": "summarize",
->>>>>>> clients
     "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
     "pytorch.utilities.parsing": (
         "AttributeDict get_init_args is_picklable lightning_getattr lightning_hasattr lightning_setattr "
@@ -342,13 +332,8 @@ _PRIVATE_ONLY = (
     "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
     "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-<<<<<<< HEAD
-    "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
-=======
     "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
->>>>>>> clients
+    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
     "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
     "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
     "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
