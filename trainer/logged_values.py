@@ -12,7 +12,7 @@ from .. import messages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .metric_records import Record
+    from .metric_reductions import Record
     from .metrics import MetricStore
 
 Value = TypeVar("Value")

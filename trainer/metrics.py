@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of, conflicting_sizes
-from .hooks import calling_hook
-from .metric_records import MetricRecord, Options, Record, Table, as_tensor, make_record
+from .hook_names import calling_hook
+from .metric_reductions import MetricRecord, Options, Record, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
 from .shared_step_values import Sharing
 

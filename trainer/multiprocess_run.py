@@ -26,10 +26,11 @@ from .. import messages
 from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
 from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
+from .arguments import Request
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule
-from .run import Request, Run
+from .run import Run
 from .start_run import bind_hooks, end_logging, find_module, tie
 from .state import RunState
 

@@ -19,6 +19,7 @@ from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
 from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
+from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
@@ -35,8 +36,9 @@ from .state import Pending
 from .step import clear_gradients
 
 if TYPE_CHECKING:
+    from .arguments import Request
     from .resume import Resumed
-    from .run import Request, Run
+    from .run import Run
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
@@ -387,7 +389,7 @@ def setup_optimizers(run: Run) -> None:
     module = run.module
     optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}
-    if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
+    if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
             f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
             "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "

@@ -34,13 +34,14 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
+from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
-from .run import Request, Run
+from .run import Run
 from .settings_arguments import settled
 from .state import RunState
 from .states import RunningStage, TrainerStatus
@@ -482,9 +483,10 @@ class Trainer:
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: True makes them without memory under a strategy that shards; each process then gets its part.
+            empty_init: True leaves their initial values out, for weights that will be loaded; under a strategy that
+                shards they have no memory either, until each process gets its part with the values.
         """
-        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
+        return self.strategy.module_init_context(empty_init)
 
     # ---- state of the run ------------------------------------------------------------------------------------------
 
