@@ -383,6 +383,10 @@ class CheckpointKeeper(Checkpoint):
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
         return storage.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        """Whether a file is there, as rank 0 sees it. Must be called on every rank."""
+        return trainer.strategy.broadcast(storage.location(filepath).exists())
+
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write the score of each kept file by path, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:

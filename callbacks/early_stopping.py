@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,6 +110,11 @@ class EarlyStopping(Callback):
         self._validated = self._stopped_before = False
 
     @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """``torch.lt`` or ``torch.gt``: whether a value is better than another."""
+        return torch.lt if self.mode == "min" else torch.gt
+
+    @property
     def state_key(self) -> str:
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
@@ -187,7 +192,7 @@ class EarlyStopping(Callback):
         return None
 
     def _better(self, value: Tensor, than: float | Tensor) -> bool:
-        return bool(value < than if self.mode == "min" else value > than)
+        return bool(self.monitor_op(value, than))
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
         """Judge a new value; return the reason to stop, if any, and the message."""

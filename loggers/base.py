@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
+
+from .. import messages
 
 
 class Logger(ABC):
@@ -147,6 +150,16 @@ class DummyLogger(Logger):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _discard
+
+
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate ``experiment`` of a logger of your own: ranks other than 0 get an object that takes every call."""
+
+    @wraps(fn)
+    def experiment(self: Any) -> Any:
+        return fn(self) if messages.is_rank_zero() else Nothing()
+
+    return experiment
 
 
 def _discard(*args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
-from .base import Logger, Nothing
+from .base import Logger, rank_zero_experiment
 from .values import mapping, plain
 
 HPARAMS_FILE = "hparams.yaml"
@@ -40,6 +40,9 @@ class FolderLogger(Logger):
         prefix: prefix of each metric's name, followed by a dash.
     """
 
+    NAME_HPARAMS_FILE = HPARAMS_FILE
+    LOGGER_JOIN_CHAR = "-"
+
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
@@ -59,7 +62,7 @@ class FolderLogger(Logger):
         self._name = name or ""
         self._version = version
         self._is_named = version is not None
-        self._prefix = f"{prefix}-" if prefix else ""
+        self._prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._step = -1
         self._experiment: Any = None
         self._hparams_written = False
@@ -96,9 +99,8 @@ class FolderLogger(Logger):
         return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
-        if not messages.is_rank_zero():
-            return Nothing()
         if self._experiment is not None and self._is_deleted():
             with self._writing():
                 self._restore()

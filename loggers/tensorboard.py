@@ -84,6 +84,11 @@ class TensorBoardLogger(FolderLogger):
         self._file: str | Path = ""
 
     @property
+    def sub_dir(self) -> str | None:
+        """The subfolder of the version's folder for the files, or None."""
+        return self._sub_dir or None
+
+    @property
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter``, for everything that this class has no method for."""
         return super().experiment

@@ -23,7 +23,7 @@ _HOMES = {
     "callbacks.model_pruning": "ModelPruning",
     "callbacks.model_summary": "ModelSummary RichModelSummary summarize",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
-    "callbacks.prediction_writer": "BasePredictionWriter",
+    "callbacks.prediction_writer": "BasePredictionWriter WriteInterval",
     "callbacks.progress": "ProgressBar",
     "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
     "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
@@ -34,7 +34,7 @@ _HOMES = {
     "checkpoint.checkpoint_io": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO",
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
-    "loggers.base": "DummyLogger Logger",
+    "loggers.base": "DummyLogger Logger rank_zero_experiment",
     "loggers.csv": "CSVLogger ExperimentWriter",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
@@ -125,6 +125,7 @@ _RENAMED = {
     "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
     "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
+    "multiplicative": Target("callbacks.finetuning", "double"),
     "get_human_readable_count": Target("callbacks.model_summary", "human_readable"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
@@ -154,7 +155,7 @@ _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
     "LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
-    "RichProgressBar StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
+    "RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
 )
 _STRATEGIES = "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy Strategy"
 _RANK_ZERO = (
@@ -184,7 +185,7 @@ _MODULES = {
     "pytorch.callbacks.checkpoint": "Checkpoint",
     "pytorch.callbacks.device_stats_monitor": "DeviceStatsMonitor",
     "pytorch.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
-    "pytorch.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
+    "pytorch.callbacks.finetuning": "BackboneFinetuning BaseFinetuning multiplicative",
     "pytorch.callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
     "pytorch.callbacks.lambda_function": "LambdaCallback",
     "pytorch.callbacks.lr_finder": "LearningRateFinder",
@@ -193,7 +194,7 @@ _MODULES = {
     "pytorch.callbacks.model_summary": "ModelSummary",
     "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "pytorch.callbacks.pruning": "ModelPruning",
-    "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
+    "pytorch.callbacks.prediction_writer": "BasePredictionWriter WriteInterval",
     "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
     "pytorch.callbacks.progress.progress_bar": "ProgressBar",
     "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
@@ -216,7 +217,7 @@ _MODULES = {
     "pytorch.demos.boring_classes": _HOMES["compat.lightning.demos"],
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
     "pytorch.loggers.csv_logs": "CSVLogger ExperimentWriter",
-    "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
+    "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger rank_zero_experiment",
     "pytorch.loggers.tensorboard": "TensorBoardLogger",
     "pytorch.loggers.utilities": "",
     "pytorch.loggers.wandb": "WandbLogger",
@@ -376,6 +377,8 @@ def fallback(name: str) -> Any:
 
     if name in UNSUPPORTED:
         return placeholder(name, f"is not available: {UNSUPPORTED[name]}")
+    if name in TARGETS:  # Lightning's modules import names from each other
+        return TARGETS[name].value()
     return private.find(name)
 
 

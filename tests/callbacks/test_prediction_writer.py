@@ -149,3 +149,11 @@ def test_a_writer_without_the_method_its_interval_calls_is_refused_before_anythi
 def test_an_unknown_interval_is_refused_with_the_known_ones(interval: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown write_interval.*'batch', 'epoch' or 'batch_and_epoch'"):
         Writer(interval)
+
+
+def test_the_interval_equals_its_string_and_says_what_it_means() -> None:
+    interval = BasePredictionWriter("batch_and_epoch").interval
+    assert interval == "batch_and_epoch"
+    assert (interval.on_batch, interval.on_epoch) == (True, True)
+    assert not BasePredictionWriter("epoch").interval.on_batch
+    assert not BasePredictionWriter("batch").interval.on_epoch
