@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
+
+from .. import messages
 
 
 class Logger(ABC):
@@ -169,3 +172,13 @@ class Nothing:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorator for the ``experiment`` method of a Logger: ranks other than 0 get an object that does nothing."""
+
+    @wraps(experiment)
+    def on_rank_zero(logger: Any) -> Any:
+        return experiment(logger) if messages.is_rank_zero() else Nothing()
+
+    return on_rank_zero
