@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """When a :class:`BasePredictionWriter` writes; each equals its string."""
+    """When a :class:`BasePredictionWriter` writes."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -28,11 +28,11 @@ class WriteInterval(str, Enum):
 
     @property
     def on_epoch(self) -> bool:
-        """Whether it writes when all batches are predicted."""
+        """Whether it writes after the last batch."""
         return self is not WriteInterval.BATCH
 
 
-_INTERVALS = tuple(interval.value for interval in WriteInterval)
+_INTERVALS = tuple(one.value for one in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
