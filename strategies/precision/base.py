@@ -1,4 +1,4 @@
-"""The interface of precisions, and those that compute in the dtype of the weights."""
+"""The interface of precisions, and the precisions that compute in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Precision:
         return self.name
 
     def use_on(self, device: torch.device) -> None:
-        """Set the device that it computes on. Called once by its strategy."""
+        """Set the device to compute on. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set the optimizers; raises if this precision cannot step one of them."""
@@ -50,7 +50,7 @@ class Precision:
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context in which :meth:`bind_forward` runs a step, for other code."""
+        """The context in which :meth:`bind_forward` runs a step, for use elsewhere."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
@@ -66,7 +66,7 @@ class Precision:
         return module
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The scaled loss, from which backward starts, shape ()."""
+        """The scaled loss to run backward on, shape ()."""
         return loss
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
@@ -77,7 +77,7 @@ class Precision:
         """Divide the gradients by the loss scale, once, before clipping."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """One optimizer step; False when it was skipped because of an overflow."""
+        """Run one optimizer step. Returns False if it was skipped because of an overflow."""
         if closure is None:
             optimizer.step()
         else:

@@ -56,7 +56,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "tpu", ValueError, ("'tpu'", "not XLA", "Choose 'auto'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
-    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Write strategy='ddp'")),
+    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Use strategy='ddp'")),
     ("strategy", "xla", ValueError, ("strategy='xla'", "XLA", "Choose 'auto'")),
     ("strategy", SingleDevice, TypeError, ("SingleDevice", "Did you mean SingleDevice()?")),
     ("strategy", 5, TypeError, ("strategy=5", "an int", "Pass a name such as 'auto', or a Strategy object")),
@@ -886,7 +886,7 @@ def test_lbfgs_with_a_scaled_loss_is_refused_before_the_first_step(quiet: dict[s
     refused(
         lambda: trainer.fit(module, tiny_loader()),
         ValueError,
-        "'16-mixed' with LBFGS",
+        "'16-mixed' does not work with LBFGS",
         "several times",
         "Use 'bf16-mixed'",
     )
