@@ -255,6 +255,10 @@ class MetricStore:
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
+    def give(self, name: str, value: Tensor | float) -> None:
+        """Let callbacks monitor a value that ``self.log`` did not log."""
+        self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values logged with ``prog_bar=True``, as numbers. On an accelerator possibly one refresh old."""
         found: dict[str, Any] = {}

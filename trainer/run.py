@@ -26,7 +26,7 @@ from .evaluation import EvalLoop
 from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
-from .start_run import attach
+from .start_run import attach, end_logging
 from .states import RunningStage, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
@@ -210,8 +210,7 @@ class Run:
             _run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
-            if self.module is not None:
-                self.module._end_run()
+            end_logging(self)
 
     # ---- copies ----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
 from .state import Pending
+from .step import clear_gradients
 
 if TYPE_CHECKING:
     from .arguments import Request
@@ -134,7 +135,7 @@ def leave_no_window(run: Run) -> None:
     run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
-        optimizer.zero_grad()
+        clear_gradients(optimizer)
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
@@ -216,6 +217,16 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
 def bind_hooks(run: Run) -> None:
     """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
+    for callback in run.trainer.callbacks:
+        callback._logs_in = run.module
+
+
+def end_logging(run: Run) -> None:
+    """Let ``self.log`` have no effect from now on, in the module and in callbacks."""
+    if run.module is not None:
+        run.module._end_run()
+    for callback in run.trainer.callbacks:
+        callback._logs_in = None
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
@@ -399,7 +410,7 @@ def log_hyperparameters(run: Run) -> None:
             if key == "_class_path":  # which class a command line made, the module's and the DataModule's
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
-                raise ValueError(
+                raise RuntimeError(
                     f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
                     f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
                 )

@@ -16,7 +16,7 @@ from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
-from .learning_rate import LRFinder, RangeTest
+from .lr_range_test import LRFinder, RangeTest
 from .trial import Method
 from .trial_run import apart
 from .trials_in_run import SizePlaces, effective_now, is_dry, take_lr, take_size

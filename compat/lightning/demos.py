@@ -1,4 +1,4 @@
-"""Small models and data for tests and bug reports, with the names of ``lightning.pytorch.demos.boring_classes``."""
+"""Small models and data with which libraries built on Lightning test themselves: ``lightning.pytorch.demos``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ...data.datamodule import DataModule
 from ...trainer.module import TrainingModule
 
-_FEATURES, _SAMPLES = 32, 64
-
 
 class RandomDataset(Dataset[Tensor]):
-    """``length`` samples of ``size`` normal random numbers."""
+    """``length`` normally distributed vectors of ``size`` numbers."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -32,48 +28,51 @@ class RandomDataset(Dataset[Tensor]):
         return self.len
 
 
-class RandomDictDataset(RandomDataset):
-    """The same samples as dicts: ``a`` has a sample, ``b`` a number more than its double."""
+class RandomDictDataset(Dataset[dict[str, Tensor]]):
+    """Dicts of two vectors, ``a`` and ``b``."""
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"a": self.data[index], "b": 2 * self.data[index] + 1}
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"a": self.data[index], "b": self.data[index] + 2}
+
+    def __len__(self) -> int:
+        return self.len
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of ``count`` samples of ``size`` normal random numbers."""
+    """A stream of ``count`` normally distributed vectors of ``size`` numbers."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size, self.count = size, count
 
     def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(self.count):
-            yield torch.randn(self.size)
+        return (torch.randn(self.size) for _ in range(self.count))
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same stream, with a length."""
+    """The same with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
-def _loader() -> DataLoader[Any]:
-    return DataLoader(RandomDataset(_FEATURES, _SAMPLES))
-
-
 class BoringModel(TrainingModule):
-    """One linear layer from 32 features to 2, drawn towards ones; its loaders give random batches of one sample."""
+    """One linear layer from 32 numbers to 2, trained to give ones, with a loader for every purpose."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(_FEATURES, 2)
+        self.layer = nn.Linear(32, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, shape (batch, 2)."""
         return self.layer(x)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean squared error against ``labels``, ones by default."""
-        return functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
+        """The mean squared distance to ``labels``; to ones by default."""
+        return F.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
         """The loss of a batch."""
@@ -88,25 +87,28 @@ class BoringModel(TrainingModule):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         return {"y": self.step(batch)}
 
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch)
+
     def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), lr=0.1)
-        return [optimizer], [StepLR(optimizer, step_size=1)]
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
     def train_dataloader(self) -> Any:
-        return _loader()
+        return DataLoader(RandomDataset(32, 64))
 
     def val_dataloader(self) -> Any:
-        return _loader()
+        return DataLoader(RandomDataset(32, 64))
 
     def test_dataloader(self) -> Any:
-        return _loader()
+        return DataLoader(RandomDataset(32, 64))
 
     def predict_dataloader(self) -> Any:
-        return _loader()
+        return DataLoader(RandomDataset(32, 64))
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same in manual optimization."""
+    """The same, with a training step that runs backward and the optimizer itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,17 +124,18 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class DemoModel(TrainingModule):
-    """One linear layer from 32 features to ``out_dim``; its loss is the sum of its outputs."""
+    """A linear layer from 32 numbers to ``out_dim``."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
-        self.l1 = nn.Linear(_FEATURES, out_dim)
+        self.l1 = nn.Linear(32, out_dim)
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, not below 0; shape (batch, out_dim)."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
-    def training_step(self, batch: Any, batch_nb: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch).sum()
 
     def configure_optimizers(self) -> Any:
@@ -140,14 +143,14 @@ class DemoModel(TrainingModule):
 
 
 class BoringDataModule(DataModule):
-    """64 random samples of 32 features for each stage."""
+    """64 random vectors of 32 numbers for each purpose."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.random_full: Dataset[Any] = RandomDataset(_FEATURES, 4 * _SAMPLES)
+        self.random_full = RandomDataset(32, 64 * 4)
 
     def setup(self, stage: str) -> None:
-        parts = [Subset(self.random_full, range(start, start + _SAMPLES)) for start in range(0, 256, _SAMPLES)]
+        parts = [Subset(self.random_full, range(start, start + 64)) for start in range(0, 256, 64)]
         if stage == "fit":
             self.random_train = parts[0]
         if stage in ("fit", "validate"):
@@ -168,3 +171,18 @@ class BoringDataModule(DataModule):
 
     def predict_dataloader(self) -> Any:
         return DataLoader(self.random_predict)
+
+
+class IterableBoringDataModule(DataModule):
+    """Two streams of 16 random vectors to train on and two to validate on, each as a loader of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_datasets = [RandomIterableDataset(4, 16) for _ in range(2)]
+        self.val_datasets = [RandomIterableDataset(4, 16) for _ in range(2)]
+
+    def train_dataloader(self) -> Any:
+        return [DataLoader(dataset, batch_size=4) for dataset in self.train_datasets]
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(dataset, batch_size=4) for dataset in self.val_datasets]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...processes.device_transfer import convert
+from ...torch_private import pytree
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -61,9 +62,25 @@ class Precision:
         """Context in which new layers get this precision's dtype and ``device``."""
         return device
 
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """:meth:`init_context` on torch's default device."""
+        return self.init_context(torch.get_default_device())
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """:meth:`module_init_context`, for tensors."""
+        return self.module_init_context()
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the weights to this precision's dtype."""
         return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Convert the floating-point tensors in a batch to the forward's input dtype."""
+        return data if self.input_dtype is None else floats_in(data, self.input_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Convert the floating-point tensors that the forward returns to torch's default dtype."""
+        return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The scaled loss to run backward on, shape ()."""
@@ -166,3 +183,8 @@ def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The current gradients of an optimizer's parameters."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def floats_in(data: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors in nested data to a dtype."""
+    return pytree.tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, data)
