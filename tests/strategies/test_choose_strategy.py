@@ -99,10 +99,10 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
         ({"accelerator": "gpu"}, RuntimeError, "asks for a GPU, but this process sees none.*accelerator='auto'"),
         ({"accelerator": "tpu"}, ValueError, "not XLA or Gaudi devices"),
         ({"accelerator": "gpuu"}, ValueError, r"Unknown accelerator 'gpuu'\. Did you mean 'gpu'"),
-        ({"accelerator": 3}, TypeError, r"accelerator=3\) is an int"),
+        ({"accelerator": 3}, TypeError, r"accelerator=3 is an int"),
         ({"devices": 0}, ValueError, r"devices=0\) asks for no device"),
-        ({"devices": "two"}, ValueError, r"devices='two'\) is not a number of devices"),
-        ({"devices": 1.5}, ValueError, r"devices=1.5\) is not a number of devices"),
+        ({"devices": "two"}, ValueError, r"devices='two' is not a number of devices"),
+        ({"devices": 1.5}, ValueError, r"devices=1.5 is not a number of devices"),
         ({"strategy": SingleDevice("cpu"), "accelerator": "mps"}, (ValueError, RuntimeError), "mps"),
         *(
             ({"strategy": strategy, "num_nodes": 2}, ValueError, f"2 machines, but {said} .* each machine with {fix}")

@@ -99,7 +99,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
     ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "None leaves")),
     ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
-    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "what each signal does", "Pass a dict")),
+    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "signals to actions", "Pass a dict")),
     *[
         (name, value, error, (f"{name}={value!r}", why, "Pass an int" if error is ValueError else "Pass a number"))
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
