@@ -222,7 +222,7 @@ def test_lbfgs_under_fp16_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ValueError, match=r"precision='16-mixed' with LBFGS.*Use 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"precision='16-mixed' does not work with LBFGS.*Use 'bf16-mixed'"):
         Trainer(**QUIET, precision="16-mixed").fit(Second(), batches(1))
 
 

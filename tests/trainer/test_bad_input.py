@@ -56,7 +56,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "tpu", ValueError, ("'tpu'", "not XLA", "Choose 'auto'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
-    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Write strategy='ddp'")),
+    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Use strategy='ddp'")),
     ("strategy", "xla", ValueError, ("strategy='xla'", "XLA", "Choose 'auto'")),
     ("strategy", SingleDevice, TypeError, ("SingleDevice", "Did you mean SingleDevice()?")),
     ("strategy", 5, TypeError, ("strategy=5", "an int", "Pass a name such as 'auto', or a Strategy object")),
@@ -99,7 +99,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
     ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "None leaves")),
     ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
-    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "what each signal does", "Pass a dict")),
+    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "signals to actions", "Pass a dict")),
     *[
         (name, value, error, (f"{name}={value!r}", why, "Pass an int" if error is ValueError else "Pass a number"))
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -879,7 +879,7 @@ def test_lbfgs_with_a_scaled_loss_is_refused_before_the_first_step(quiet: dict[s
     refused(
         lambda: trainer.fit(module, tiny_loader()),
         ValueError,
-        "'16-mixed' with LBFGS",
+        "'16-mixed' does not work with LBFGS",
         "several times",
         "Use 'bf16-mixed'",
     )
