@@ -264,9 +264,10 @@ class Accelerator(Facts):
         ``prepare``, where each process reads only its part.
 
         Args:
-            empty_init: create layers without memory if the strategy shards.
+            empty_init: leave out initial values, for weights that will be loaded; create layers without memory if
+                the strategy shards.
         """
-        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
+        return self.strategy.module_init_context(empty_init)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -30,6 +30,8 @@ class PreparedModel:
         frozen: whether it was prepared for evaluation only.
     """
 
+    _any_method: AnyMethod | None = None
+
     def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
         self.module = module
         self.strategy = strategy
@@ -82,6 +84,9 @@ class PreparedModel:
         plain = step = module.forward
         if compile_with is not None:
             step = compile_with(step)
+        if self._any_method is not None:
+            self._any_method.forward = step
+            step = self._any_method
         if output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
             step = partial(_in_float32, step)
         evaluate = strategy.bind_step(step, self._wrapped)
@@ -90,6 +95,20 @@ class PreparedModel:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
             module.forward = Routed(module, train, evaluate, partial(errors.explain, self))
+
+    def route_method(self, name: str, errors: Errors) -> Callable[..., Any]:
+        """Return a method of the module that is called as its forward is: through wrapper and precision.
+
+        A loss that is computed in ``module.training_step`` then has gradients that the processes average.
+        """
+        method = getattr(self.module, name)
+        if not is_prepared(self.module):
+            return method
+        if self._any_method is None:
+            restore(self.module)
+            self._any_method = AnyMethod(self.module)
+            self.route(self._output_dtype, self._compiler, errors)
+        return partial(self._any_method.call, method)
 
     def explain_with(self, errors: Errors) -> None:
         """Set the object that explains errors of the forward pass."""
@@ -171,6 +190,42 @@ class Routed:
         if _is_class_forward(self.plain):
             return _plain_forward, (self.module,)
         return _itself, (self.plain,)
+
+
+class AnyMethod:
+    """The forward of a prepared module, inside of its wrappers, which runs another method of the module when asked to.
+
+    Attributes:
+        forward: the module's own forward, compiled if the Accelerator compiles models.
+        method: what the next call runs instead; None: ``forward``.
+    """
+
+    forward: Callable[..., Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.method: Callable[..., Any] | None = None
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method as the module's forward."""
+        if not is_prepared(self.module):  # inside of another such method
+            return method(*args, **kwargs)
+        self.method = method
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self.method = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method, self.method = self.method, None
+        if method is None:
+            return self.forward(*args, **kwargs)
+        routed = vars(self.module)["forward"]
+        restore(self.module)  # a method that calls the module itself is within its wrappers already
+        try:
+            return method(*args, **kwargs)
+        finally:
+            vars(self.module)["forward"] = routed
 
 
 def _plain_forward(module: nn.Module) -> Any:

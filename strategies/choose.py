@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, NoReturn
@@ -77,8 +80,25 @@ SEVERAL |= {
 }
 
 
+@dataclass
+class Added:
+    """A strategy that the program itself has registered; see :mod:`.registry`."""
+
+    strategy: Callable[..., Any]
+    arguments: dict[str, Any]
+    description: str = ""
+
+    def load(self) -> Callable[..., Any]:
+        """What makes it."""
+        return partial(self.strategy, **self.arguments) if self.arguments else self.strategy
+
+
+#: By name.
+added: dict[str, Added] = {}
+
+
 def registered() -> dict[str, Any]:
-    """Strategies that installed packages offer through the entry point group ``paceline.strategies``, by name."""
+    """Strategies of the program, and of installed packages (entry point group ``paceline.strategies``), by name."""
     found: dict[str, Any] = {}
     for point in entry_points(group=ENTRY_POINTS):
         other = found.setdefault(point.name, point)
@@ -87,7 +107,7 @@ def registered() -> dict[str, Any]:
                 f"Two installed packages offer a strategy {point.name!r}: {other.value!r} and {point.value!r}. "
                 "Uninstall one, or pass the Strategy object."
             )
-    return found
+    return found | added
 
 
 def choose_strategy(
@@ -226,7 +246,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
     others = registered()
     if strategy in others:
         made = others[strategy].load()
-        if isinstance(made, type) and issubclass(made, DistributedStrategy):
+        kind = made.func if isinstance(made, partial) else made
+        if isinstance(kind, type) and issubclass(kind, DistributedStrategy):
             return made(precision=precision)
         return made
     if strategy == "dp":

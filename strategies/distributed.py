@@ -227,7 +227,13 @@ class DistributedStrategy(Strategy):
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes: each runs the command again and so arrives here again, or each calls the function."""
-        kind, count = self.device.type, len(self.devices)
+        kind, count, environment = self.device.type, len(self.devices), self._environment
+        if environment is not None and environment.local_rank() != 0:
+            raise RuntimeError(
+                f"{type(environment).__name__}.creates_processes_externally is False, so each process would start the "
+                f"others, but this is already one of several: its local_rank() is {environment.local_rank()}. Return "
+                "True where a launcher has started all of them."
+            )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)

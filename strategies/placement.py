@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..big_model.deferred_weights import Waiting
+from ..big_model.empty_init import no_initial_values
 from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision
@@ -59,20 +60,22 @@ class Placement:
         """Context that creates layers on this strategy's device, in the precision's dtype."""
         return self.precision.init_context(self.device)
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """:meth:`init_context`, for tensors."""
-        return self.init_context()
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """:meth:`module_init_context`, for tensors."""
+        return self.module_init_context(empty_init)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """:meth:`init_context`, or with ``empty_init`` :meth:`empty_init_context`."""
         return self.empty_init_context() if empty_init else self.init_context()
 
-    def empty_init_context(self) -> AbstractContextManager[Any]:
-        """Context that creates layers without memory; they get it when they are set up."""
-        raise NotImplementedError(
-            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
-            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
-        )
+    @contextmanager
+    def empty_init_context(self) -> Iterator[None]:
+        """Context that creates layers without drawing their initial values, for weights that will be loaded.
+
+        By default they get memory, which holds whatever was there. A strategy that shards creates them without memory.
+        """
+        with self.init_context(), no_initial_values():
+            yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards.

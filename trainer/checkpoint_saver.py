@@ -103,7 +103,7 @@ class Saver:
         """
         self.wait()
         self._claim(paths)
-        checkpoint, in_parts = self._gathered(weights_only)
+        checkpoint, in_parts = self.gathered(weights_only)
         strategy, io = self._run.holder, self._run.trainer.checkpoint_io
         if background is not False and io.in_background is not None and not in_parts:
             background = io.in_background
@@ -137,7 +137,8 @@ class Saver:
                 folder.mkdir(parents=True, exist_ok=True)
         self._run.claims.take(map(str, folders))
 
-    def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
+    def gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
+        """The checkpoint of the run as it is now, and whether its tensors are in parts. Every rank must call."""
         run = self._run
         run.metrics.drain()
         for logger in run.trainer.loggers if run.strategy.is_global_zero else []:

@@ -475,9 +475,10 @@ class Trainer:
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: True makes them without memory under a strategy that shards; each process then gets its part.
+            empty_init: True leaves their initial values out, for weights that will be loaded; under a strategy that
+                shards they have no memory either, until each process gets its part with the values.
         """
-        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
+        return self.strategy.module_init_context(empty_init)
 
     # ---- state of the run ------------------------------------------------------------------------------------------
 

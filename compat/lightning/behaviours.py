@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -53,14 +52,22 @@ def install() -> None:
     from ...checkpoint import instantiate
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
-    from ...processes.accelerators import Accelerator
     from ...profilers.base import Profiler
     from ...trainer.trainer import Trainer
+    from . import plugins, views
 
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
-    setattr(Accelerator, "get_device_stats", _device_stats)  # noqa: B010 - a name that Paceline has elsewhere
+    plugins.install()
+    views.install()
+    placed = Trainer._place
+
+    def place(trainer: Trainer, *args: Any) -> None:
+        placed(trainer, *args)
+        plugins.remember(trainer)
+
+    setattr(Trainer, "_place", place)  # noqa: B010
     for module, name in _STRATEGIES.items():
-        _take_lightnings_arguments(getattr(import_module(f"paceline.{module}"), name))
+        plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     for logger in (CSVLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
@@ -75,14 +82,6 @@ def install() -> None:
                 setattr(owner, method, translated(getattr(owner, method)))
 
 
-def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, float]:
-    """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
-    from ...callbacks.device_stats_monitor import cpu_stats, device_stats
-
-    device = torch.device(device)
-    return cpu_stats() if device.type == "cpu" else device_stats(device)
-
-
 def _action(name: str) -> str:
     for own, theirs in _ACTIONS.items():
         if name.startswith(own):
@@ -92,26 +91,3 @@ def _action(name: str) -> str:
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in values.items()}
-
-
-def _take_lightnings_arguments(strategy: Any) -> None:
-    """Let a strategy's constructor take ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment``.
-
-    ``accelerator`` and ``parallel_devices`` say what the Trainer's arguments say.
-    """
-    init = strategy.__init__
-
-    @functools.wraps(init)
-    def take(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("accelerator", "parallel_devices"):
-            kwargs.pop(name, None)
-        parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}
-        precision = kwargs.pop("precision_plugin", None)
-        if precision is not None:
-            kwargs["precision"] = precision
-        init(self, *args, **kwargs)
-        for name, part in parts.items():
-            if part is not None:
-                setattr(self, name, part)
-
-    strategy.__init__ = take

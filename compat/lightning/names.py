@@ -23,7 +23,7 @@ _HOMES = {
     "callbacks.model_pruning": "ModelPruning",
     "callbacks.model_summary": "ModelSummary RichModelSummary summarize",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
-    "callbacks.prediction_writer": "BasePredictionWriter",
+    "callbacks.prediction_writer": "BasePredictionWriter WriteInterval",
     "callbacks.progress": "ProgressBar",
     "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
     "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
@@ -51,6 +51,7 @@ _HOMES = {
         "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters"
     ),
+    "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -67,6 +68,7 @@ _HOMES = {
     "strategies.deepspeed.strategy": "DeepSpeedStrategy",
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
+    "strategies.registry": "StrategyRegistry",
     "strategies.sync_batch_norm": "TorchSyncBatchNorm",
     "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
@@ -104,7 +106,15 @@ _RENAMED = {
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
     "TrainerState": Target("trainer.state", "RunState"),
+    "Fabric": Target("compat.lightning.fabric", "Fabric"),
+    "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
+    "XLAAccelerator": Target("compat.lightning.plugins", "XLAAccelerator"),
+    "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
+    "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
+    "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
+    "_FabricOptimizer": Target("accelerator.optimizers", "AcceleratedOptimizer"),
     "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "_unwrap_objects": Target("compat.lightning.fabric_wrappers", "unwrapped_in"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
@@ -131,7 +141,7 @@ _NOT_HERE = {
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
-_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
+_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator"
 _CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
 _ENVIRONMENTS = (
     "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
@@ -157,14 +167,14 @@ _PRECISIONS = "DoublePrecision HalfPrecision MixedPrecision Precision"
 
 #: Lightning's modules and their names. Every module stands under ``lightning``.
 _MODULES = {
-    "": "Callback LightningDataModule LightningModule Trainer seed_everything",
+    "": "Callback Fabric LightningDataModule LightningModule Trainer seed_everything",
     "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
     "pytorch.accelerators": _ACCELERATORS,
     "pytorch.accelerators.accelerator": "Accelerator",
     "pytorch.accelerators.cpu": "CPUAccelerator get_cpu_stats",
     "pytorch.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
     "pytorch.accelerators.mps": "MPSAccelerator",
-    "pytorch.accelerators.xla": "",
+    "pytorch.accelerators.xla": "XLAAccelerator",
     "pytorch.callbacks": _CALLBACKS,
     "pytorch.callbacks.batch_size_finder": "BatchSizeFinder",
     "pytorch.callbacks.callback": "Callback",
@@ -180,7 +190,7 @@ _MODULES = {
     "pytorch.callbacks.model_summary": "ModelSummary",
     "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "pytorch.callbacks.pruning": "ModelPruning",
-    "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
+    "pytorch.callbacks.prediction_writer": "BasePredictionWriter WriteInterval",
     "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
     "pytorch.callbacks.progress.progress_bar": "ProgressBar",
     "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
@@ -232,7 +242,7 @@ _MODULES = {
     "pytorch.profilers.profiler": "Profiler",
     "pytorch.profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper",
     "pytorch.profilers.simple": "SimpleProfiler",
-    "pytorch.strategies": _STRATEGIES,
+    "pytorch.strategies": f"{_STRATEGIES} StrategyRegistry",
     "pytorch.strategies.ddp": "DDPStrategy",
     "pytorch.strategies.deepspeed": "DeepSpeedStrategy",
     "pytorch.strategies.fsdp": "FSDPStrategy",
@@ -240,6 +250,7 @@ _MODULES = {
     "pytorch.strategies.single_device": "SingleDeviceStrategy",
     "pytorch.strategies.strategy": "Strategy",
     "pytorch.trainer": "Trainer seed_everything",
+    "pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "pytorch.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
     "pytorch.trainer.trainer": "Trainer",
     "pytorch.tuner": "Tuner",
@@ -267,12 +278,23 @@ _MODULES = {
     "pytorch.utilities.testing": "_runif_reasons",
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": "PossibleUserWarning",
-    "fabric": "seed_everything",
+    "fabric": "Fabric is_wrapped seed_everything",
+    "fabric.fabric": "Fabric _FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
+    "fabric.loggers": "CSVLogger Logger TensorBoardLogger",
+    "fabric.loggers.csv_logs": "CSVLogger",
+    "fabric.loggers.logger": "Logger",
+    "fabric.loggers.tensorboard": "TensorBoardLogger",
+    "fabric.plugins.precision": _PRECISIONS,
+    "fabric.plugins.precision.amp": "MixedPrecision",
+    "fabric.plugins.precision.precision": "Precision",
+    "fabric.strategies.single_device": "SingleDeviceStrategy",
+    "fabric.strategies.strategy": "Strategy",
+    "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
     "fabric.accelerators": _ACCELERATORS,
     "fabric.accelerators.accelerator": "Accelerator",
     "fabric.accelerators.cuda": "CUDAAccelerator find_usable_cuda_devices is_cuda_available num_cuda_devices",
     "fabric.accelerators.mps": "MPSAccelerator",
-    "fabric.accelerators.xla": "",
+    "fabric.accelerators.xla": "XLAAccelerator",
     "fabric.plugins.environments": _ENVIRONMENTS,
     "fabric.plugins.environments.cluster_environment": "ClusterEnvironment",
     "fabric.plugins.environments.slurm": "SLURMEnvironment",
@@ -285,7 +307,7 @@ _MODULES = {
     "fabric.utilities.distributed": "",
     "fabric.utilities.throughput": "",
     "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
-    "fabric.strategies": _STRATEGIES,
+    "fabric.strategies": f"{_STRATEGIES} STRATEGY_REGISTRY",
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
     "fabric.utilities.data": "AttributeDict has_iterable_dataset has_len suggested_max_num_workers",
@@ -312,7 +334,7 @@ _PRIVATE_ONLY = (
     "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
     "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
     "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
-    "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
+    "pytorch.trainer.connectors "
     "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
     "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
     "pytorch.trainer.connectors.logger_connector.fx_validator "
@@ -331,6 +353,10 @@ def _table() -> dict[str, dict[str, Target]]:
     }
     # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
     table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
+    for module, names in table.items():
+        if module.startswith("lightning.fabric.loggers"):
+            for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
+                names[name] = Target("compat.lightning.fabric_loggers", name)
     return table
 
 

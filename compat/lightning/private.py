@@ -81,20 +81,7 @@ class _ChildProcessObserver(threading.Thread):
     pass
 
 
-class _NoXLA:
-    """Lightning's accelerator for TPUs, none of which Paceline drives."""
-
-    @staticmethod
-    def is_available() -> bool:
-        return False
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 0
-
-
 _VALUES: dict[str, Any] = {
-    "XLAAccelerator": _NoXLA,
     "_DDP_FORK_ALIASES": ("ddp_fork", "ddp_notebook"),
     "ReduceOp": torch.distributed.ReduceOp,
     "_ChildProcessObserver": _ChildProcessObserver,

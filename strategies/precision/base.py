@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...processes.device_transfer import convert
+from ...torch_private import pytree
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -61,9 +62,25 @@ class Precision:
         """Context in which new layers get this precision's dtype, on ``device``."""
         return device
 
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """:meth:`init_context`, on the device that is torch's default."""
+        return self.init_context(torch.get_default_device())
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """The same for tensors."""
+        return self.module_init_context()
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Bring the weights to this precision's dtype."""
         return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Bring the floating-point tensors of a batch to the dtype that the forward takes."""
+        return data if self.input_dtype is None else floats_in(data, self.input_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Bring the floating-point tensors that the forward returns to torch's default dtype."""
+        return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss as backward should see it: scalar, shape ()."""
@@ -168,3 +185,8 @@ def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The current gradients of an optimizer's parameters."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def floats_in(data: Any, dtype: torch.dtype) -> Any:
+    """Data with its floating-point tensors in a dtype."""
+    return pytree.tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, data)

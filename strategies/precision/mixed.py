@@ -32,7 +32,8 @@ class MixedPrecision(Precision):
 
     Args:
         precision: which of the two.
-        device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``; None: that of the strategy.
+        device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; None: that of the
+            strategy.
         scaler: a ``GradScaler`` of your own, for fp16 only.
         autocast: False: the forward computes in the dtype of weights and inputs.
         cache: whether a weight is converted once a forward rather than at each use; None: as torch does.
@@ -55,13 +56,13 @@ class MixedPrecision(Precision):
             )
         self.name = precision
         self.dtype = DTYPES[precision]
-        self.device = device
+        self.device = None if device is None else torch.device(device).type
         self.scaler: Any = scaler
         self.autocast, self.cache = autocast, cache
         self.skipped_steps = 0
         self._several = self._update_due = False
-        if device is not None:
-            self.use_on(torch.device(device))
+        if self.device is not None:
+            self.use_on(torch.device(self.device))
 
     def use_on(self, device: torch.device) -> None:
         if self.device not in (None, device.type):
@@ -78,8 +79,8 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """The context in which the forward is computed."""
-        return self.forward_context()
+        """:meth:`forward_context`, in which weights are converted at each use, so that they may change inside."""
+        return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> torch.autocast:
         kind = self.device or "cpu"
