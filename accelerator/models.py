@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import messages
+from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
-from .errors import Errors
 
+#: Returns an error that says what to do about one of a model; None if there is nothing to add.
+Explain = Callable[["PreparedModel", BaseException], "BaseException | None"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -76,7 +78,7 @@ class PreparedModel:
         self,
         output_dtype: str,
         compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
-        errors: Errors,
+        explain: Explain,
     ) -> None:
         """Route the module's forward through wrapper, precision and compiler."""
         self._output_dtype, self._compiler = output_dtype, compiler
@@ -94,9 +96,9 @@ class PreparedModel:
         if strategy.waiting.unfilled:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
-            module.forward = Routed(module, train, evaluate, partial(errors.explain, self))
+            module.forward = Routed(module, train, evaluate, partial(explain, self))
 
-    def route_method(self, name: str, errors: Errors) -> Callable[..., Any]:
+    def route_method(self, name: str, explain: Explain) -> Callable[..., Any]:
         """Return a method of the module that is called as its forward is: through wrapper and precision.
 
         A loss that is computed in ``module.training_step`` then has gradients that the processes average.
@@ -107,14 +109,14 @@ class PreparedModel:
         if self._any_method is None:
             restore(self.module)
             self._any_method = AnyMethod(self.module)
-            self.route(self._output_dtype, self._compiler, errors)
+            self.route(self._output_dtype, self._compiler, explain)
         return partial(self._any_method.call, method)
 
-    def explain_with(self, errors: Errors) -> None:
-        """Set the object that explains errors of the forward pass."""
+    def explain_with(self, explain: Explain) -> None:
+        """Set the function that explains errors of the forward pass."""
         routed: Any = vars(self.module).get("forward")
         if isinstance(routed, Routed):
-            routed.explain = partial(errors.explain, self)
+            routed.explain = partial(explain, self)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
@@ -134,7 +136,7 @@ class PreparedModel:
         self._know_parameters()
         self._before = {}
         self._wrap()
-        self.route(self._output_dtype, self._compiler, Errors())
+        self.route(self._output_dtype, self._compiler, explain_alone)
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +144,11 @@ class PreparedModel:
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
+
+
+def explain_alone(model: PreparedModel, error: BaseException) -> BaseException | None:
+    """Explain an error of a model without its Accelerator; None if there is nothing to add."""
+    return explain_lost_worker(error, "") or model.strategy.explain(error)
 
 
 def refuse_processes(strategy: Strategy, what: str) -> None:

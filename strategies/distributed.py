@@ -25,13 +25,13 @@ from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
 from ..processes.stop_agreement import Stop
-from ..processes.timings import timed
+from ..processes.timings import phase
 from ..torch_private import pytree
 from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .precision.base import Precision
+from .precision.base import Precision, parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -239,7 +239,7 @@ class DistributedStrategy(Strategy):
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, method, kind, self.numa)
 
-    @timed("joining the group")
+    @phase("joining the group")
     def setup_environment(self) -> None:
         self._stand(self._find_cluster())
         super().setup_environment()
@@ -419,10 +419,9 @@ class DistributedStrategy(Strategy):
             same_buffers(module, self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self.reduce(parameter.grad, "mean")
+        for parameter in parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = self.reduce(parameter.grad, "mean")
 
     # ---- communication: agreement ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
 from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
+from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
@@ -32,10 +33,12 @@ from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
 from .state import Pending
+from .step import clear_gradients
 
 if TYPE_CHECKING:
+    from .arguments import Request
     from .resume import Resumed
-    from .run import Request, Run
+    from .run import Run
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
@@ -132,7 +135,7 @@ def leave_no_window(run: Run) -> None:
     run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
-        optimizer.zero_grad()
+        clear_gradients(optimizer)
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
@@ -214,6 +217,16 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
 def bind_hooks(run: Run) -> None:
     """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
+    for callback in run.trainer.callbacks:
+        callback._logs_in = run.module
+
+
+def end_logging(run: Run) -> None:
+    """Let ``self.log`` have no effect from now on, in the module and in callbacks."""
+    if run.module is not None:
+        run.module._end_run()
+    for callback in run.trainer.callbacks:
+        callback._logs_in = None
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
@@ -376,7 +389,7 @@ def setup_optimizers(run: Run) -> None:
     module = run.module
     optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}
-    if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
+    if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
             f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
             "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
@@ -397,7 +410,7 @@ def log_hyperparameters(run: Run) -> None:
             if key == "_class_path":  # which class a command line made, the module's and the DataModule's
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
-                raise ValueError(
+                raise RuntimeError(
                     f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
                     f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -33,13 +34,14 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
+from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
-from .run import Request, Run
+from .run import Run
 from .settings_arguments import settled
 from .state import RunState
 from .states import RunningStage, TrainerStatus
@@ -433,6 +435,12 @@ class Trainer:
                 "test, predict) first."
             )
         self.saver.save([filepath], bool(weights_only), storage_options=storage_options)
+
+    @property
+    def has_own_save(self) -> bool:
+        """Whether a subclass or the program replaced :meth:`save_checkpoint`; callbacks then save with that."""
+        save: Any = self.save_checkpoint
+        return inspect.unwrap(getattr(save, "__func__", save)) is not _save_checkpoint
 
     @property
     def saver(self) -> Saver:
@@ -852,7 +860,7 @@ class Trainer:
             values = {"epoch": self.state.epoch, **metrics}
             at = self.state.updates if step is None else step
             for logger in self.loggers:
-                logger.log_metrics(values, at)
+                logger.log_metrics(metrics=values, step=at)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""
@@ -863,3 +871,6 @@ class Trainer:
             bar.print(*args, **kwargs)
         else:
             print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+
+
+_save_checkpoint = Trainer.save_checkpoint

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -53,9 +54,11 @@ def install() -> None:
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...profilers.base import Profiler
+    from ...trainer import default_callbacks
     from ...trainer.trainer import Trainer
     from . import plugins, views
 
+    default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     plugins.install()
     views.install()
@@ -79,7 +82,11 @@ def install() -> None:
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
-                setattr(owner, method, translated(getattr(owner, method)))
+                function = getattr(owner, method)
+                setattr(owner, method, translated(function))
+                if method == "__init__":
+                    with suppress(NameError):  # of a type that only type checkers import
+                        function.__annotations__ = get_type_hints(function)
 
 
 def _action(name: str) -> str:

@@ -27,7 +27,7 @@ _HOMES = {
     "callbacks.progress": "ProgressBar",
     "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
     "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
-    "callbacks.throughput_monitor": "ThroughputMonitor",
+    "callbacks.throughput_monitor": "Throughput ThroughputMonitor measure_flops",
     "callbacks.timer": "Timer",
     "callbacks.tqdm_progress": "TQDMProgressBar",
     "callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
@@ -35,7 +35,7 @@ _HOMES = {
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger",
-    "loggers.csv": "CSVLogger",
+    "loggers.csv": "CSVLogger ExperimentWriter",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
     "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
@@ -113,28 +113,31 @@ _RENAMED = {
     "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
     "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
     "_FabricOptimizer": Target("accelerator.optimizers", "AcceleratedOptimizer"),
-    "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "_LRFinder": Target("tuner.lr_range_test", "LRFinder"),
     "_unwrap_objects": Target("compat.lightning.fabric_wrappers", "unwrapped_in"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
+    "SpikeDetection": Target("callbacks.loss_guard", "LossGuard"),
+    "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
+    "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
     "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
     "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
+    "get_human_readable_count": Target("callbacks.model_summary", "human_readable"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger ExperimentWriter"
+        "CometLogger LitLogger MLFlowLogger NeptuneLogger"
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "ask each rank": "has_len_all_ranks",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
-    "use torch.utils.flop_counter": "Throughput measure_flops",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
 }
@@ -196,6 +199,7 @@ _MODULES = {
     "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
     "pytorch.callbacks.progress.tqdm_progress": "TQDMProgressBar",
     "pytorch.callbacks.rich_model_summary": "RichModelSummary",
+    "pytorch.callbacks.spike": "SpikeDetection",
     "pytorch.callbacks.stochastic_weight_avg": "StochasticWeightAveraging",
     "pytorch.callbacks.throughput_monitor": "ThroughputMonitor",
     "pytorch.callbacks.timer": "Timer",
@@ -211,7 +215,7 @@ _MODULES = {
     "pytorch.demos": "",
     "pytorch.demos.boring_classes": _HOMES["compat.lightning.demos"],
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
-    "pytorch.loggers.csv_logs": "CSVLogger",
+    "pytorch.loggers.csv_logs": "CSVLogger ExperimentWriter",
     "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
     "pytorch.loggers.tensorboard": "TensorBoardLogger",
     "pytorch.loggers.utilities": "",
@@ -267,7 +271,8 @@ _MODULES = {
     "pytorch.utilities.argparse": "",
     "pytorch.utilities.memory": "garbage_collection_cuda is_cuda_out_of_memory is_oom_error recursive_detach",
     "pytorch.utilities.model_helpers": "is_overridden",
-    "pytorch.utilities.model_summary": "summarize",
+    "pytorch.utilities.model_summary": "get_human_readable_count summarize",
+    "pytorch.utilities.model_summary.model_summary": "get_human_readable_count summarize",
     "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
     "pytorch.utilities.parsing": (
         "AttributeDict get_init_args is_picklable lightning_getattr lightning_hasattr lightning_setattr "
@@ -305,7 +310,8 @@ _MODULES = {
     "fabric.plugins.io.torch_io": "TorchCheckpointIO",
     "fabric.utilities.cloud_io": "get_filesystem",
     "fabric.utilities.distributed": "",
-    "fabric.utilities.throughput": "",
+    "fabric.utilities.spike": "SpikeDetection TrainingSpikeException",
+    "fabric.utilities.throughput": "Throughput get_available_flops measure_flops",
     "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
     "fabric.strategies": f"{_STRATEGIES} STRATEGY_REGISTRY",
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
@@ -327,7 +333,7 @@ _PRIVATE_ONLY = (
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
     "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
     "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
+    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
     "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
     "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
     "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
@@ -357,6 +363,10 @@ def _table() -> dict[str, dict[str, Target]]:
         if module.startswith("lightning.fabric.loggers"):
             for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
                 names[name] = Target("compat.lightning.fabric_loggers", name)
+    # What describes a module has the name of the callback that prints it.
+    for name in ("", ".model_summary"):
+        of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
+        of_summaries["ModelSummary"] = Target("callbacks.model_summary", "Summary")
     return table
 
 
