@@ -41,6 +41,10 @@ class PacelineWarning(UserWarning):
     """A warning about something that works but is probably not what you want; the text says what to change."""
 
 
+class ValueWarning(PacelineWarning, RuntimeWarning):
+    """A warning that a value has no meaning; it is a ``RuntimeWarning`` too."""
+
+
 def set_rank(rank: int | None) -> None:
     """Set the rank of this process; ranks other than 0 print nothing. None: read it from the environment."""
     global _rank
@@ -110,8 +114,8 @@ def error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    """Warn on rank 0 through :mod:`warnings` (category :class:`PacelineWarning`), located at the user's line.
+def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
+    """Warn on rank 0 through :mod:`warnings`, located at the user's line.
 
     If no user code is on the stack, as in a library's thread, the warning has no location.
     """
@@ -121,12 +125,12 @@ def warn(text: str) -> None:
     while frame is not None and owner_of(frame) != "user":
         frame = frame.f_back
     if frame is None:
-        warnings.warn_explicit(text, PacelineWarning, _PACKAGE, 0, registry=_warned)
+        warnings.warn_explicit(text, category, _PACKAGE, 0, registry=_warned)
     else:
         names = frame.f_globals
         registry = names.setdefault("__warningregistry__", {})
         warnings.warn_explicit(
-            text, PacelineWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+            text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
         )
 
 

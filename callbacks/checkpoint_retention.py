@@ -399,10 +399,12 @@ class CheckpointKeeper(Checkpoint):
                 file.write("{}\n")
 
     def _folder(self, trainer: Trainer) -> str:
+        if self._given_dirpath:
+            return self._given_dirpath
         root = trainer.default_root_dir
         if not storage.is_remote(root):  # else the logs are local and the checkpoints are not
             root = trainer.log_dir or root
-        return self._given_dirpath or storage.absolute(storage.join(root, "checkpoints"))
+        return storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return rank 0's values for ranking and names, on the CPU. The host waits for the device here."""

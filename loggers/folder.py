@@ -83,7 +83,7 @@ class FolderLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        return os.path.join(self._save_dir, self._name)
+        return os.path.join(self._save_dir, self.name or "")
 
     @property
     def log_dir(self) -> str:

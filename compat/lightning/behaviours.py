@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, get_type_hints
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .exceptions import translated
+from .testing import complete_mocks
 
 #: Modules of Paceline, their classes, and which of their methods raise errors that programs catch as Lightning's.
 _RAISING = {
@@ -54,10 +56,13 @@ def install() -> None:
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...profilers.base import Profiler
-    from ...trainer import default_callbacks
+    from ...trainer import default_callbacks, start_run
     from ...trainer.trainer import Trainer
     from . import plugins, views
 
+    users: list[Any] = [default_callbacks, start_run]
+    for user in users:
+        user.order = functools.partial(_ordered, user.order)
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     plugins.install()
@@ -87,6 +92,11 @@ def install() -> None:
                 if method == "__init__":
                     with suppress(NameError):  # of a type that only type checkers import
                         function.__annotations__ = get_type_hints(function)
+
+
+def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:
+    complete_mocks(callbacks)
+    return order(callbacks)
 
 
 def _action(name: str) -> str:

@@ -118,7 +118,7 @@ _RENAMED = {
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
-    "SpikeDetection": Target("callbacks.loss_guard", "LossGuard"),
+    "SpikeDetection": Target("compat.lightning.callbacks", "SpikeDetection"),
     "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
     "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
     "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),

@@ -1,4 +1,4 @@
-"""What a test asks of the machine, for suites that are written with Lightning's ``RunIf``."""
+"""What test suites written for Lightning use: reasons to skip a test, and mocks of callbacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+
+from ...callbacks.base import OTHER_METHODS, Callback
 
 #: Arguments that ask for a package.
 _PACKAGES = {
@@ -21,6 +23,23 @@ _PACKAGES = {
     "sklearn": "sklearn",
     "tensorrt": "torch_tensorrt",
 }
+
+#: Attributes of a Callback that Lightning's does not have.
+_ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last", "skips_together")
+
+
+def complete_mocks(callbacks: list[Any]) -> None:
+    """Give every ``Mock(spec=Callback)`` what Paceline asks of a callback and Lightning does not."""
+    real = Callback()
+    for one in callbacks:
+        if not hasattr(one, "_mock_children") or "runs_first" in vars(one):
+            continue
+        for name in (*_ATTRIBUTES, *(method for method in OTHER_METHODS if not method.endswith("state_dict"))):
+            setattr(one, name, getattr(real, name))
+        for calls in (one.method_calls, one.mock_calls):
+            calls[:] = [call for call in calls if call[0] not in OTHER_METHODS]
+        one.state_key = f"{type(one).__qualname__}{id(one)}"
+        one.state_dict.return_value = {}
 
 
 def runif_reasons(
