@@ -292,6 +292,16 @@ _MODULES = {
     "fabric.plugins.precision": _PRECISIONS,
     "fabric.plugins.precision.amp": "MixedPrecision",
     "fabric.plugins.precision.precision": "Precision",
+    "fabric.plugins.precision.bitsandbytes": "",
+    "fabric.plugins.precision.deepspeed": "",
+    "fabric.plugins.precision.double": "DoublePrecision",
+    "fabric.plugins.precision.fsdp": "",
+    "fabric.plugins.precision.half": "HalfPrecision",
+    "fabric.strategies.ddp": "DDPStrategy",
+    "fabric.strategies.deepspeed": "DeepSpeedStrategy",
+    "fabric.strategies.fsdp": "FSDPStrategy",
+    "fabric.strategies.model_parallel": "ModelParallelStrategy",
+    "fabric.strategies.xla": "",
     "fabric.strategies.single_device": "SingleDeviceStrategy",
     "fabric.strategies.strategy": "Strategy",
     "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
@@ -311,6 +321,7 @@ _MODULES = {
     "fabric.utilities.cloud_io": "get_filesystem",
     "fabric.utilities.distributed": "",
     "fabric.utilities.spike": "SpikeDetection TrainingSpikeException",
+    "fabric.utilities.testing": "_runif_reasons",
     "fabric.utilities.throughput": "Throughput get_available_flops measure_flops",
     "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
     "fabric.strategies": f"{_STRATEGIES} STRATEGY_REGISTRY",
@@ -331,7 +342,7 @@ _MODULES = {
 _PRIVATE_ONLY = (
     "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-    "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
+    "fabric.strategies.launchers.subprocess_script "
     "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
     "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
     "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
@@ -363,6 +374,8 @@ def _table() -> dict[str, dict[str, Target]]:
         if module.startswith("lightning.fabric.loggers"):
             for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
                 names[name] = Target("compat.lightning.fabric_loggers", name)
+        if module in ("lightning.fabric.utilities", "lightning.fabric.utilities.throughput"):
+            names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
     # What describes a module has the name of the callback that prints it.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
