@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """When a :class:`BasePredictionWriter` writes."""
+    """When a :class:`BasePredictionWriter` writes; each equals its string."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -28,11 +28,11 @@ class WriteInterval(str, Enum):
 
     @property
     def on_epoch(self) -> bool:
-        """Whether it writes after the last batch."""
+        """Whether it writes at the end of the run."""
         return self is not WriteInterval.BATCH
 
 
-_INTERVALS = tuple(one.value for one in WriteInterval)
+_INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
