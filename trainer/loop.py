@@ -120,7 +120,7 @@ class FitLoop:
         self.run.source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
-        if self.validation.comes():
+        if self.validation.comes() and not self.run.source.reloads():
             self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
@@ -340,7 +340,7 @@ class FitLoop:
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
-            messages.info_once(
+            messages.warn_once(
                 f"This fit makes {updates} updates, so no step metrics reach the loggers with "
                 f"log_every_n_steps={run.trainer.log_every_n_steps}. Lower it to see them."
             )

@@ -12,6 +12,7 @@ from .. import messages
 from ..callbacks.base import Callback
 from ..checkpoint import manifest, objects
 from ..checkpoint.find import find_checkpoint, highest_sequence
+from ..checkpoint.hyperparameters import plain_config
 from ..checkpoint.logger_positions import say_where, take_over
 from ..checkpoint.read import read
 from ..checkpoint.sharded_folder import together
@@ -77,13 +78,14 @@ def attach(run: Run, request: Request) -> Resumed | None:
         compile_in_place(module, run.trainer.compile)
     elif scope is not None and request.fn == "fit":
         check_module(run)
-    if request.fn != "fit":
+    resumed = None
+    if request.fn == "fit":
+        resumed = start_fit(run, checkpoint, request.restore)
+    else:
         if checkpoint is not None:
             restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
-        run.trainer.profiler.attach(run.trainer)
-        return None
-    resumed = start_fit(run, checkpoint, request.restore)
+    module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
 
@@ -103,7 +105,8 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
     run.strategy.settle_weights(run.module)
     run.model = run.strategy.wrap_for_training(run.model)
     setup_optimizers(run)
-    leave_no_window(run)
+    run.state.pending = Pending.NOTHING
+    run.state.drop_window()  # that a failed fit has left
     if checkpoint is None and run.state.batches == 0:
         run.state.shuffle_seed = run.strategy.broadcast(torch.initial_seed() % 2**63)
     for hook in run.hooks.on_fit_start:
@@ -125,14 +128,6 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
         messages.info(f"Continuing at {where} from {path}")
     else:
         messages.info(f"Starting at {where} with {messages.names(parts, last='and')} from {path}")
-
-
-def leave_no_window(run: Run) -> None:
-    """Drop an accumulation window that a failed fit has left."""
-    run.state.pending = Pending.NOTHING
-    run.state.drop_window()
-    for optimizer in run.optimizers:
-        optimizer.zero_grad()
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
@@ -393,7 +388,7 @@ def log_hyperparameters(run: Run) -> None:
     for owner in (run.datamodule, run.module):
         if owner is None or not getattr(owner, "_log_hyperparams", False):
             continue
-        for key, value in owner.hparams_initial.items():
+        for key, value in plain_config(owner.hparams_initial).items():
             if key == "_class_path":  # which class a command line made, the module's and the DataModule's
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):

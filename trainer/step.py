@@ -1,11 +1,13 @@
 """One training batch: forward, backward, update.
 
-Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep` (LBFGS
-and modules that override ``optimizer_step``) and :class:`ManualStep`. Each epoch chooses one and binds all it calls.
+Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep`
+(optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and :class:`ManualStep`.
+Each epoch chooses one and binds all it calls.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .hooks import method_of, overridden
+from .hooks import method_of, overridden, takes
 from .loss import LossReader
 from .manual_step_check import second_backward
 from .module import TrainingModule
@@ -93,7 +95,12 @@ class TrainStep(ManualStep):
             return None
         value, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
         clip = own or module.clip_gradients
-        return by_module(run, "configure_gradient_clipping", lambda optimizer: clip(optimizer, value, algorithm))
+        settings = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        if takes(clip, None, **settings):
+            called = partial(clip, **settings)
+        else:  # it has other names for them
+            called = lambda optimizer: clip(optimizer, value, algorithm)  # noqa: E731
+        return by_module(run, "configure_gradient_clipping", called)
 
     def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
         zero(self.state.epoch, self.state.batch_idx, optimizer)
@@ -308,8 +315,14 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
         return FreeStep(run, forward)
     if not module.automatic_optimization:
         return ManualStep(run, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(run.optimizers[0], LBFGS)
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.optimizers[0])
     return (ClosureStep if closed else TrainStep)(run, forward, losses)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` cannot be called without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def detached(output: Any) -> dict[str, Any] | None:
