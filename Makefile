@@ -3,6 +3,7 @@
 #   make test    lint, types and tests in an environment of its own (.venv)
 #   make test-all        the same with every cell of the large matrices; make test takes a share that changes by commit
 #   make tests-shuffled  the tests in random order; SEED=7 picks one
+#   make clients  the own tests of libraries built on Lightning, with it and with Paceline; about half an hour
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients format demo clean
 
 test: lint types tests
 
@@ -36,6 +37,11 @@ tests: .venv/installed
 
 faults: .venv/installed
 	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
+
+# Each library has an environment of its own, in .clients; CLIENTS="--only litgpt --keep" picks one and keeps it.
+clients:
+	@$(PYTHON) -c '$(ENOUGH)'
+	$(PYTHON) clients/run.py $(CLIENTS)
 
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
@@ -70,4 +76,4 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients build dist *.egg-info .pytest_cache .ruff_cache runs

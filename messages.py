@@ -157,6 +157,13 @@ def info_once(text: str, key: str | None = None) -> None:
         info(text)
 
 
+def debug_once(text: str) -> None:
+    """Log a line at debug level, once per process: for who looks for it."""
+    if text not in _said:
+        _said.add(text)
+        log.debug(text)
+
+
 def forget() -> None:
     """Let every once-only message be printed again."""
     _said.clear()

@@ -13,7 +13,7 @@ from ..doctor.own_loop import PlannedLoop, Wiring
 from ..doctor.script_options import Plan
 from ..memory.out_of_memory_retry import release_memory
 from ..processes.cpu_memory import keep_freed_memory
-from ..processes.timings import timed
+from ..processes.timings import phase
 from ..settings.constructors import check_names
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
@@ -235,7 +235,7 @@ class Accelerator(Facts):
     @overload
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
 
-    @timed("prepare")
+    @phase("prepare")
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
@@ -264,9 +264,10 @@ class Accelerator(Facts):
         ``prepare``, where each process reads only its part.
 
         Args:
-            empty_init: create layers without memory if the strategy shards.
+            empty_init: leave out initial values, for weights that will be loaded; create layers without memory if
+                the strategy shards.
         """
-        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
+        return self.strategy.module_init_context(empty_init)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -449,12 +450,12 @@ class Accelerator(Facts):
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
 
-    @timed("save_state")
+    @phase("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save everything that the loop needs for a bit-identical resume; see :meth:`.save_state.States.save`."""
         return self.states.save(output_dir, safe_serialization, **kwargs)
 
-    @timed("load_state")
+    @phase("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Resume from a state of :meth:`save_state`; see :meth:`.save_state.States.load`."""
         self.states.load(input_dir, load_kwargs, **kwargs)

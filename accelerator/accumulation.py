@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -13,9 +13,24 @@ from ..torch_private import local_part
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
-    from .loaders import PreparedLoader
-    from .models import PreparedModel
     from .optimizers import AcceleratedOptimizer
+
+
+class ReadLoader(Protocol):
+    """What windows, gathering and errors ask of the loader that is being read: a :class:`.loaders.PreparedLoader`."""
+
+    @property
+    def end_of_dataloader(self) -> bool: ...
+    @property
+    def last_share(self) -> float: ...
+    @property
+    def remainder(self) -> int: ...
+    @property
+    def batch_rows(self) -> int: ...
+    @property
+    def total_batch_size(self) -> int | None: ...
+    @property
+    def epoch(self) -> int: ...
 
 
 class GradientState:
@@ -63,8 +78,8 @@ class GradientState:
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.depth = 0
         self.by_hand = False
-        self.active_dataloader: PreparedLoader | None = None
-        self.dataloader_references: list[PreparedLoader] = []
+        self.active_dataloader: ReadLoader | None = None
+        self.dataloader_references: list[ReadLoader] = []
         self.trains = False
         self.first_use: list[Callable[[], None]] = []
         self.windows: dict[tuple[int, ...], Window] = {}
@@ -145,12 +160,12 @@ class GradientState:
                     "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
                 )
 
-    def begin(self, loader: PreparedLoader) -> None:
+    def begin(self, loader: ReadLoader) -> None:
         """Note that a pass over a loader begins."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
-    def end(self, loader: PreparedLoader) -> None:
+    def end(self, loader: ReadLoader) -> None:
         """Note that a pass has ended or was abandoned."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
@@ -163,8 +178,8 @@ class Window:
     ``num_items`` weights losses.
 
     Args:
-        models: models whose gradients are not communicated before the window is complete; None for a window of a loop
-            without ``accumulate``.
+        strategies: those of the models whose gradients are not communicated before the window is complete; None for a
+            window of a loop without ``accumulate``.
 
     Attributes:
         count: micro-batches of the window with a backward pass, including the current one.
@@ -177,7 +192,7 @@ class Window:
         local: ids of strategies that still hold gradients which were not communicated.
     """
 
-    def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
+    def __init__(self, state: GradientState, strategy: Strategy, strategies: Iterable[Strategy] | None = None) -> None:
         self.state = state
         self._precision = strategy.precision
         self.items = ItemWindow(strategy, "accelerator.backward(loss, num_items=...) got")
@@ -185,8 +200,8 @@ class Window:
         self.count = 0
         self.counted = False
         self.complete = True
-        self.free = models is None
-        self._strategies = [one.strategy for one in models or () if one.strategy.communicates_gradients]
+        self.free = strategies is None
+        self._strategies = [one for one in strategies or () if one.communicates_gradients]
         self._communicates = True
         self._outer: list[tuple[Window, bool]] = []
         self._batch_items: Any = None

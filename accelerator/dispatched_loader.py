@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..data.batches import Batches, batch_size_of, conflicting_sizes
-from ..data.stream_sharding import Division, Shard
+from ..data.uneven_shards import Division, Shard
 from ..strategies.base import Strategy
 
 

@@ -22,17 +22,14 @@ class Errors:
     It holds prepared objects weakly, so that loaders and their workers end as soon as the script drops them.
     """
 
-    def __init__(self, prepared: Prepared | None = None) -> None:
-        self._prepared = None if prepared is None else weakref.ref(prepared)
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = weakref.ref(prepared)
 
     def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
         """An error of the same type that says what to do; None if there is nothing to add."""
-        lost = explain_lost_worker(error, "")
-        if lost is not None:
-            return lost
-        prepared = None if self._prepared is None else self._prepared()
+        prepared = self._prepared()
         owner = model or prepared
-        better = None if owner is None else owner.strategy.explain(error)
+        better = explain_lost_worker(error, "") or (owner and owner.strategy.explain(error))
         if better is not None or owner is None or prepared is None or not needs_words(error):
             return better
         state = prepared.gradient_state

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .. import messages
 from ..strategies.base import Strategy
-from ..strategies.precision.base import Precision
+from ..strategies.precision.base import Precision, parameters
 from .optimizers import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Gradients:
             kind = type(found)  # isinstance fails for a weak proxy whose object is gone
             if not issubclass(kind, Optimizer) or issubclass(kind, AcceleratedOptimizer) or id(found) in known:
                 continue
-            owner = _owner(found, lacking)
-            if owner is not None:
-                raise RuntimeError(self._forgotten(found, owner))
+            for owner in lacking:
+                if any(owner.current(parameter) is not None for parameter in parameters(found)):
+                    raise RuntimeError(self._forgotten(found, owner))
 
     def _why(self) -> str:
         """Why an optimizer must not step before gradients are complete."""
@@ -197,8 +197,3 @@ class Gradients:
                 f"At accelerator.backward no prepared loader was in use. If the loader gives each of the {processes} "
                 "processes the same samples, they all do the same work: loader = accelerator.prepare(loader)."
             )
-
-
-def _owner(optimizer: Optimizer, models: list[PreparedModel]) -> PreparedModel | None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return next((model for model in models if any(model.current(one) is not None for one in parameters)), None)

@@ -25,7 +25,7 @@ from ..data.loaders import (
 )
 from ..data.sample_order import cuts, takes_indices
 from ..data.sharding import is_split, last_share, repeats, shard
-from ..data.stream_sharding import Division
+from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import messages
+from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
-from .errors import Errors
 
+#: Returns an error that says what to do about one of a model; None if there is nothing to add.
+Explain = Callable[["PreparedModel", BaseException], "BaseException | None"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -29,6 +31,8 @@ class PreparedModel:
         parameters: the module's parameters by name.
         frozen: whether it was prepared for evaluation only.
     """
+
+    _any_method: AnyMethod | None = None
 
     def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
         self.module = module
@@ -74,7 +78,7 @@ class PreparedModel:
         self,
         output_dtype: str,
         compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
-        errors: Errors,
+        explain: Explain,
     ) -> None:
         """Route the module's forward through wrapper, precision and compiler."""
         self._output_dtype, self._compiler = output_dtype, compiler
@@ -82,6 +86,9 @@ class PreparedModel:
         plain = step = module.forward
         if compile_with is not None:
             step = compile_with(step)
+        if self._any_method is not None:
+            self._any_method.forward = step
+            step = self._any_method
         if output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
             step = partial(_in_float32, step)
         evaluate = strategy.bind_step(step, self._wrapped)
@@ -89,13 +96,27 @@ class PreparedModel:
         if strategy.waiting.unfilled:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
-            module.forward = Routed(module, train, evaluate, partial(errors.explain, self))
+            module.forward = Routed(module, train, evaluate, partial(explain, self))
 
-    def explain_with(self, errors: Errors) -> None:
-        """Set the object that explains errors of the forward pass."""
+    def route_method(self, name: str, explain: Explain) -> Callable[..., Any]:
+        """Return a method of the module that is called as its forward is: through wrapper and precision.
+
+        A loss that is computed in ``module.training_step`` then has gradients that the processes average.
+        """
+        method = getattr(self.module, name)
+        if not is_prepared(self.module):
+            return method
+        if self._any_method is None:
+            restore(self.module)
+            self._any_method = AnyMethod(self.module)
+            self.route(self._output_dtype, self._compiler, explain)
+        return partial(self._any_method.call, method)
+
+    def explain_with(self, explain: Explain) -> None:
+        """Set the function that explains errors of the forward pass."""
         routed: Any = vars(self.module).get("forward")
         if isinstance(routed, Routed):
-            routed.explain = partial(errors.explain, self)
+            routed.explain = partial(explain, self)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
@@ -115,7 +136,7 @@ class PreparedModel:
         self._know_parameters()
         self._before = {}
         self._wrap()
-        self.route(self._output_dtype, self._compiler, Errors())
+        self.route(self._output_dtype, self._compiler, explain_alone)
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +144,11 @@ class PreparedModel:
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
+
+
+def explain_alone(model: PreparedModel, error: BaseException) -> BaseException | None:
+    """Explain an error of a model without its Accelerator; None if there is nothing to add."""
+    return explain_lost_worker(error, "") or model.strategy.explain(error)
 
 
 def refuse_processes(strategy: Strategy, what: str) -> None:
@@ -171,6 +197,42 @@ class Routed:
         if _is_class_forward(self.plain):
             return _plain_forward, (self.module,)
         return _itself, (self.plain,)
+
+
+class AnyMethod:
+    """The forward of a prepared module, inside of its wrappers, which runs another method of the module when asked to.
+
+    Attributes:
+        forward: the module's own forward, compiled if the Accelerator compiles models.
+        method: what the next call runs instead; None: ``forward``.
+    """
+
+    forward: Callable[..., Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.method: Callable[..., Any] | None = None
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method as the module's forward."""
+        if not is_prepared(self.module):  # inside of another such method
+            return method(*args, **kwargs)
+        self.method = method
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self.method = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method, self.method = self.method, None
+        if method is None:
+            return self.forward(*args, **kwargs)
+        routed = vars(self.module)["forward"]
+        restore(self.module)  # a method that calls the module itself is within its wrappers already
+        try:
+            return method(*args, **kwargs)
+        finally:
+            vars(self.module)["forward"] = routed
 
 
 def _plain_forward(module: nn.Module) -> Any:

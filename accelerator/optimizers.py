@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 
 from ..strategies.base import Strategy
-from ..strategies.precision.base import Precision
+from ..strategies.precision.base import Precision, parameters
 from .models import refuse_processes
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class AcceleratedOptimizer(Optimizer):
         return loss
 
     @property
-    def _own_parameters(self) -> list[Tensor]:
+    def _own_parameters(self) -> list[nn.Parameter]:
         """The parameters of all groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return parameters(self.optimizer)
 
     def refuse_others(self, why: str) -> None:
         """Make direct steps of the user's optimizer an error; ``why`` explains what would go wrong."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..strategies.base import Strategy
+from ..strategies.precision.base import parameters
 from ..torch_private import compiler_of
 from .errors import Errors
 from .loaders import PreparedLoader, prepare_data_loader
@@ -91,7 +92,7 @@ class Prepared:
         self.gradient_state.on_pass = on_pass
         self.gradient_state.explain = partial(self.errors.explain, None)
         for placement in self.placements.values():
-            placement.explain_with(self.errors)
+            placement.explain_with(self.errors.explain)
         for optimizer in self.optimizers:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
@@ -220,7 +221,7 @@ class Prepared:
             own = [one.optimizer for one in self.optimizers if one.placement is model]
             if own:
                 model.strategy.setup_optimizers(own)
-        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors)
+        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors.explain)
         self.gradient_state.models_changed()
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -236,7 +237,7 @@ class Prepared:
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
-        present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        present = set(parameters(optimizer))
         if before is not None and placement is not None and old - present:  # the state of replaced parameters
             optimizer.state.clear()
             placement.strategy.load_optimizer_state(placement.module, optimizer, before)

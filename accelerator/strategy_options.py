@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 
 from .. import messages
@@ -78,11 +79,21 @@ def choose(choice: Choice) -> Strategy:
     precision = precision_of(choice, kind)
     if isinstance(strategy, Strategy) and type(precision) is Precision:
         precision = None
-    alone = find_cluster() is None
+    cluster = find_cluster()
+    placed = getattr(strategy, "devices", [])
+    if len(placed) == (1 if cluster is None else cluster.local_world_size):
+        return choose_strategy(strategy, placed[0].type, _listed(placed), precision=precision, options=choice.options())
+    alone = cluster is None
     if alone and kind == "cuda":
         _say_unused(count("cuda"))
     accelerator, devices = "cpu" if cpu else "auto", 1 if alone else "auto"
     return choose_strategy(strategy, accelerator, devices, precision=precision, options=choice.options())
+
+
+def _listed(devices: Sequence[torch.device]) -> int | list[int]:
+    """What ``choose_strategy`` is to be told for a strategy that is on its devices already."""
+    indices = [device.index for device in devices if device.index is not None]
+    return indices if len(indices) == len(devices) else len(devices)
 
 
 def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], switch: str) -> Any:

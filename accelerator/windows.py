@@ -53,7 +53,7 @@ class Windows:
         window = self.state.windows.get(key)
         if window is None:
             placements = [self.prepared.placement(model, "accumulate") for model in models] or self._placements
-            window = self.state.windows[key] = Window(self.state, self.strategy, placements)
+            window = self.state.windows[key] = Window(self.state, self.strategy, [one.strategy for one in placements])
         return window
 
     @property

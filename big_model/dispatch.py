@@ -27,15 +27,8 @@ from .hooks import (
 )
 from .infer_device_map import smallest_parts
 from .module_sizes import named_tensors, names_of
-from .offload import (
-    Fetcher,
-    OffloadedWeightsLoader,
-    Part,
-    Stored,
-    load_offloaded_weight,
-    offload_weight,
-    save_offload_index,
-)
+from .offload import OffloadedWeightsLoader, Stored, load_offloaded_weight, offload_weight, save_offload_index
+from .prefetch import Fetcher, Part
 from .weight_files import Pages, is_aligned
 
 _NO_FORWARD = nn.Module.forward

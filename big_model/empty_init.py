@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..torch_private import own_buffers, own_parameters
@@ -83,3 +84,13 @@ def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) ->
         put(model, names, like(old, values) if isinstance(old, nn.Parameter) else values)
     else:
         old.data = values
+
+
+class no_initial_values(TorchFunctionMode):  # noqa: N801 - a context
+    """Context in which the functions of ``torch.nn.init`` that draw values leave tensors as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) != "torch.nn.init":
+            return func(*args, **kwargs)
+        return kwargs["tensor"] if "tensor" in kwargs else args[0]

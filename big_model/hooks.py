@@ -19,7 +19,7 @@ from ..torch_private import APPLY, own_buffers, own_parameters
 from .device_map import torch_device
 from .empty_init import give
 from .module_sizes import named_tensors, names_of
-from .offload import Fetcher, Part
+from .prefetch import Fetcher, Part
 
 _NOTHING = nullcontext()
 

@@ -130,6 +130,24 @@ class Callback:
     ``training_step`` may then return None on some ranks, and nothing else warns of a loss that is not finite.
     """
 
+    _logs_in: TrainingModule | None = None
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a number, with the arguments of ``TrainingModule.log``, as if the module's hook of that name did."""
+        self._logging_module(name).log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log every entry of a dict, with the arguments of ``TrainingModule.log_dict``."""
+        self._logging_module(", ".join(map(str, dictionary))).log_dict(dictionary, *args, **kwargs)
+
+    def _logging_module(self, names: str) -> TrainingModule:
+        if self._logs_in is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.log({names!r}) was called outside of a run, so there is no module to log in. "
+                "Call it in a hook of the callback."
+            )
+        return self._logs_in
+
     @property
     def state_key(self) -> str:
         """Key of this callback's state in a checkpoint. It must be unique within a run."""
@@ -415,5 +433,5 @@ OTHER_METHODS = (
 HOOKS: tuple[str, ...] = tuple(
     name
     for name, value in vars(Callback).items()
-    if callable(value) and not name.startswith("_") and name not in OTHER_METHODS
+    if callable(value) and not name.startswith(("_", "log")) and name not in OTHER_METHODS
 )

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
@@ -313,12 +313,23 @@ class CheckpointKeeper(Checkpoint):
         ranked_by = {} if score is None else {"monitor": self.monitor, "score": score.item()}
         self._facts = {"line": self._files.line, **ranked_by}
         try:
-            trainer.saver.save(paths, self.save_weights_only, background, after, settled)
+            if trainer.has_own_save:
+                self._save_by_program(trainer, paths, after)
+                settled(None)
+            else:
+                trainer.saver.save(paths, self.save_weights_only, background, after, settled)
         except BaseException:
             vars(self).update(before)
             raise
         finally:
             self._facts = {}
+
+    def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
+        """Save with the ``save_checkpoint`` of a subclass of the Trainer, once for each file."""
+        for path in paths:
+            trainer.save_checkpoint(path, self.save_weights_only)
+        if trainer.is_global_zero:
+            after()
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
         """Return the path for the saver, which must not exist yet unless it is one of the replaced files."""
@@ -384,6 +395,8 @@ class CheckpointKeeper(Checkpoint):
             for path, score in self.best_k_models.items():
                 number = json.dumps(score.item()).replace("Infinity", ".inf").replace("NaN", ".nan")
                 file.write(f"{json.dumps(path)}: {number}\n")
+            if not self.best_k_models:
+                file.write("{}\n")
 
     def _folder(self, trainer: Trainer) -> str:
         root = trainer.default_root_dir

@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
         exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-        if exhausted and self.wait_count < self.patience:  # patience was raised
+        if exhausted and self.wait_count < self.patience and state_dict["patience"] < self.patience:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         self._stopped_before = self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
@@ -198,13 +198,13 @@ class EarlyStopping(Callback):
             )
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
             return EarlyStoppingReason.STOPPING_THRESHOLD, (
-                f"{name!r} is {value:.6g}, better than the stopping threshold {self.stopping_threshold:g}: "
-                "the training stops."
+                f"Stopping threshold reached: {name!r} is {value:.6g}, better than {self.stopping_threshold:g}. "
+                "The training stops."
             )
         if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, (
-                f"{name!r} is {value:.6g}, worse than the divergence threshold {self.divergence_threshold:g}: "
-                "the training stops."
+                f"Divergence threshold reached: {name!r} is {value:.6g}, worse than {self.divergence_threshold:g}. "
+                "The training stops."
             )
         if self._better(value + sign * self.min_delta, self.best_score):
             text = f"{name!r} improved from {self.best_score:.6g} to {value:.6g}."
@@ -214,7 +214,7 @@ class EarlyStopping(Callback):
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, None
         return EarlyStoppingReason.PATIENCE_EXHAUSTED, (
-            f"{name!r} has not improved on {self.best_score:.6g} in {self.wait_count} checks: the training stops."
+            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} checks: the training stops."
         )
 
     def _say(self, trainer: Trainer, text: str) -> None:

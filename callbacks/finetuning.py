@@ -296,8 +296,8 @@ def double(epoch: int) -> float:
 class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to that of the other layers.
 
-    The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and one optimizer with the
-    parameters that train at first.
+    The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and optimizers with the
+    parameters that train at first. The first optimizer trains the backbone.
 
     Args:
         unfreeze_backbone_at_epoch: index (0-based) of the first epoch in which the backbone trains.
@@ -314,7 +314,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     Raises:
         TypeError: for an argument of the wrong kind, or a module without ``backbone``.
-        ValueError: for an argument out of range, contradictory learning rates, or more than one optimizer.
+        ValueError: for an argument out of range, contradictory learning rates, or a module without optimizers.
     """
 
     def __init__(
@@ -361,22 +361,27 @@ class BackboneFinetuning(BaseFinetuning):
     def _forget(self) -> None:
         super()._forget()
         self.previous_backbone_lr: float | None = None
+        self._others: list[Optimizer] = []
         self._group: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if len(trainer.optimizers) != 1:
+        if not trainer.optimizers:
             raise ValueError(
-                f"{type(self).__name__} adds the backbone to one optimizer, but {type(pl_module).__name__}."
-                f"configure_optimizers returned {len(trainer.optimizers)}. Subclass BaseFinetuning and choose the "
-                "optimizer in finetune_function."
+                f"{type(self).__name__} adds the backbone to an optimizer, but {type(pl_module).__name__}."
+                "configure_optimizers returned none. Return one with the parameters that train at first."
             )
         super().on_fit_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._others = trainer.optimizers[1:]
+        super().on_train_epoch_start(trainer, pl_module)
+        self._others = []
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
         self.freeze(pl_module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        if epoch < self.unfreeze_backbone_at_epoch:
+        if epoch < self.unfreeze_backbone_at_epoch or any(optimizer is other for other in self._others):
             return
         current = float(optimizer.param_groups[0]["lr"])
         if self.previous_backbone_lr is None:

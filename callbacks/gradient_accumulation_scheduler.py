@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .base import Callback
+from .. import messages
+from .base import Callback, overridden
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -66,14 +67,23 @@ class GradientAccumulationScheduler(Callback):
                 f"GradientAccumulationScheduler({self.scheduling}) both set the number of batches per step. Leave one "
                 "of them out."
             )
+        self._in_charge = True
+        self._set(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not pl_module.automatic_optimization:
             raise RuntimeError(
                 f"{type(pl_module).__name__}.automatic_optimization is False, so its training_step decides when to "
                 f"step and GradientAccumulationScheduler({self.scheduling}) would have no effect. Remove the callback, "
                 "or use automatic optimization."
             )
-        self._in_charge = True
-        self._set(trainer)
+        own = [hook for hook in ("optimizer_step", "optimizer_zero_grad") if overridden(pl_module, hook) is not None]
+        if own and self.going_to_accumulate_grad_batches():
+            messages.warn_once(
+                f"{type(pl_module).__name__} overrides {messages.names(own, 'and')}, which is called once per "
+                f"optimizer step, not per batch: GradientAccumulationScheduler({self.scheduling}) has several batches "
+                "per step."
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._set(trainer)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 ACTIONS = ("skip", "rollback", "raise")
 
 
+class LossSpikeError(RuntimeError):
+    """``LossGuard(action="raise")`` ended the run because of a bad loss."""
+
+
 class LossGuard(Callback):
     """Check the loss of each training batch before its backward pass and skip batches with a bad loss.
 
@@ -71,7 +75,8 @@ class LossGuard(Callback):
         left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
 
     Raises:
-        RuntimeError: ``action="raise"``, more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
+        LossSpikeError: ``action="raise"`` and a bad loss.
+        RuntimeError: more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
         ValueError: ``action="rollback"``, and the run saves no checkpoints, or weights only.
     """
 
@@ -198,7 +203,7 @@ class LossGuard(Callback):
         elif back.blamed is not None:
             self._blame(trainer, back.blamed, loss, what)
         if self.action == "raise":
-            raise RuntimeError(
+            raise LossSpikeError(
                 f"{what}. The weights are unchanged by that batch. Check the batch and the learning rate, or use "
                 "action='skip' to skip such batches."
             )

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from .. import messages
 from .base import Callback
 
@@ -27,14 +29,16 @@ class LearningRateMonitor(Callback):
         logging_interval: ``"step"`` logs before an optimizer step, when the trainer logs step values
             (``log_every_n_steps``); the logged rate is the one that this step uses. ``"epoch"`` logs when an epoch
             starts. None uses each scheduler's own interval, and ``"step"`` for optimizers without one.
-        log_momentum: also log momentum (``lr-SGD-momentum``; for Adam its first beta).
+        log_momentum: also log momentum (``lr-SGD-momentum``; for Adam its first beta; 0 for optimizers without it).
         log_weight_decay: also log weight decay (``lr-SGD-weight_decay``).
-        log_key_prefix: prefix of every name, such as ``"optim/"``.
+        log_key_prefix: prefix of every name, such as ``"optim/"``; None for none.
 
     Attributes:
-        lrs: the learning rates logged so far, by name.
-        last_momentum_values: the last logged momentum, by name.
-        last_weight_decay_values: the last logged weight decay, by name.
+        lrs: the learning rates logged so far, by full name.
+        last_momentum_values: the momentum logged last, by full name; None before the first.
+        last_weight_decay_values: the weight decay logged last, by full name; None before the first.
+
+    Other callbacks can monitor these values: they are in ``trainer.callback_metrics``.
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
@@ -45,7 +49,7 @@ class LearningRateMonitor(Callback):
         logging_interval: Literal["step", "epoch"] | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
-        log_key_prefix: str = "",
+        log_key_prefix: str | None = "",
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             more = ", or pass None to use each scheduler's own interval"
@@ -53,10 +57,10 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self.log_key_prefix = log_key_prefix
+        self.log_key_prefix = log_key_prefix or ""
         self.lrs: dict[str, list[float]] = {}
-        self.last_momentum_values: dict[str, float] = {}
-        self.last_weight_decay_values: dict[str, float] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_at: dict[int, int] = {}
         if logging_interval == "epoch":
             self._undefine(LearningRateMonitor, "on_before_optimizer_step")
@@ -68,8 +72,16 @@ class LearningRateMonitor(Callback):
                 f"LearningRateMonitor has nothing to log: {type(pl_module).__name__} has no optimizer. "
                 "Return one from configure_optimizers, or remove the callback."
             )
+        elif self.log_momentum and not any(_momentum(o.param_groups[0]) for o in trainer.optimizers):
+            messages.warn(
+                "LearningRateMonitor(log_momentum=True) logs 0, because no optimizer has a momentum. Give one to the "
+                "optimizer, or leave log_momentum out."
+            )
         self._logged_at.clear()
-        self.lrs = {name: [] for optimizer in trainer.optimizers for name, _ in _groups(trainer, optimizer)}
+        names = [name for optimizer in trainer.optimizers for name, _ in self._groups(trainer, optimizer)]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = dict.fromkeys(f"{name}-momentum" for name in names)
+        self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         if not trainer.logs_this_step or self._interval(trainer, optimizer) == "epoch":
@@ -94,23 +106,32 @@ class LearningRateMonitor(Callback):
     def _log(self, trainer: Trainer, optimizers: list[Optimizer], update: int) -> None:
         values: dict[str, float] = {}
         for optimizer in optimizers:
-            for name, group in _groups(trainer, optimizer):
+            for name, group in self._groups(trainer, optimizer):
                 values.update(self._values(name, group))
         if values:
             trainer.log_metrics(values, update)
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+
+    def _groups(self, trainer: Trainer, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((self.log_key_prefix + name, group) for name, group in _groups(trainer, optimizer))
 
     def _values(self, name: str, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
         """Yield one group's values by full name. The host waits here if a learning rate is a GPU tensor."""
         lr = float(group["lr"])
+        if name not in self.lrs and (alone := name.removesuffix("/pg1")) in self.lrs:
+            self.lrs[name] = self.lrs.pop(alone)  # its optimizer has got more groups
         self.lrs.setdefault(name, []).append(lr)
-        yield self.log_key_prefix + name, lr
-        momentum = group["momentum"] if "momentum" in group else next(iter(group.get("betas", ())), None)
-        if self.log_momentum and momentum is not None:
-            self.last_momentum_values[f"{name}-momentum"] = float(momentum)
-            yield f"{self.log_key_prefix}{name}-momentum", float(momentum)
+        yield name, lr
+        if self.log_momentum:
+            self.last_momentum_values[f"{name}-momentum"] = momentum = _momentum(group)
+            yield f"{name}-momentum", momentum
         if self.log_weight_decay and "weight_decay" in group:
-            self.last_weight_decay_values[f"{name}-weight_decay"] = float(group["weight_decay"])
-            yield f"{self.log_key_prefix}{name}-weight_decay", float(group["weight_decay"])
+            self.last_weight_decay_values[f"{name}-weight_decay"] = decay = float(group["weight_decay"])
+            yield f"{name}-weight_decay", decay
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
 
 
 def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:

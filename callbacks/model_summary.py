@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ class ModelSummary(Callback):
         if self._max_depth == 0:
             return
         # On all ranks, because the forward pass of a sharded module communicates.
-        summary = _summarize(pl_module, self._max_depth, _as_trained(trainer))
+        summary = Summary(pl_module, self._max_depth, _as_trained(trainer))
         self.summarize(trainer, pl_module, summary)
 
     def summarize(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
@@ -80,12 +80,18 @@ class Layer:
     flops: int | None = None
 
 
-@dataclass
 class Summary:
-    """Result of :func:`summarize`; ``str()`` gives the table.
+    """Description of a module's layers; ``str()`` gives a table.
+
+    Args:
+        model: any module; if its ``example_input_array`` is not None, its forward pass runs once with it.
+        max_depth: levels of nesting to describe; -1 describes all, 0 only counts.
+        run: runs the forward pass: ``run(model, example_input_array)``.
 
     Attributes:
+        layers: the rows of the table.
         total_parameters: number of parameters, shared ones counted once.
+        trainable_parameters: those of them that require a gradient.
         parameter_bytes: memory of all parameters in their dtypes.
         modules_in_train_mode: number of modules, at any depth, in train mode; likewise for eval mode.
         has_lazy_parameters: whether some parameters have no shape yet, so that the totals are too small.
@@ -94,16 +100,76 @@ class Summary:
         has_sizes: whether the example input was run.
     """
 
-    layers: list[Layer] = field(default_factory=list)
-    total_parameters: int = 0
-    trainable_parameters: int = 0
-    parameter_bytes: int = 0
-    modules_in_train_mode: int = 0
-    modules_in_eval_mode: int = 0
-    has_lazy_parameters: bool = False
-    shares_parameters: bool = False
-    total_flops: int | None = None
-    has_sizes: bool = False
+    def __init__(
+        self, model: nn.Module, max_depth: int = 1, run: Callable[[nn.Module, Any], None] | None = None
+    ) -> None:
+        _check_depth(max_depth, "summarize")
+        named = list(model.named_modules())[1:]
+        shown = {name: layer for name, layer in named if max_depth == -1 or name.count(".") < max_depth}
+        rows = {name: _row(name, layer) for name, layer in shown.items()}
+        self.layers = list(rows.values())
+        loose = list(model.parameters(recurse=False))
+        if loose and max_depth != 0:
+            self.layers.append(Layer("other params", "n/a", _count(loose), any(map(is_lazy, loose))))
+        parameters = list(model.parameters())
+        self.total_parameters = _count(parameters)
+        self.trainable_parameters = _count(p for p in parameters if p.requires_grad)
+        self.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p))
+        self.has_lazy_parameters = any(map(is_lazy, parameters))
+        self.shares_parameters = len(parameters) < sum(1 for _ in model.named_parameters(remove_duplicate=False))
+        modes = [child.training for child in model.modules() if child is not model]
+        self.modules_in_train_mode = sum(modes)
+        self.modules_in_eval_mode = len(modes) - sum(modes)
+        self.total_flops: int | None = None
+        inputs = getattr(model, "example_input_array", None)
+        if inputs is not None and not self.has_lazy_parameters:
+            self.total_flops = _measure(model, inputs, run or _as_it_is, shown, rows)
+        self.has_sizes = self.total_flops is not None
+
+    @property
+    def _of_modules(self) -> list[Layer]:
+        """The rows without that of the module's own parameters."""
+        return [layer for layer in self.layers if layer.training is not None]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Each layer's path in the module."""
+        return [layer.name for layer in self._of_modules]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Each layer's class."""
+        return [layer.type for layer in self._of_modules]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """The number of each layer's parameters."""
+        return [layer.parameters for layer in self._of_modules]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """The shapes of each layer's inputs, ``"?"`` where unknown."""
+        return [layer.in_size for layer in self._of_modules]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """The shapes of each layer's outputs, ``"?"`` where unknown."""
+        return [layer.out_size for layer in self._of_modules]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each layer is in train mode."""
+        return [bool(layer.training) for layer in self._of_modules]
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """The number of modules, at any depth, in ``"train"`` and in ``"eval"`` mode."""
+        return {"train": self.modules_in_train_mode, "eval": self.modules_in_eval_mode}
+
+    @property
+    def total_layer_params(self) -> int:
+        """The sum of :attr:`param_nums`."""
+        return sum(self.param_nums)
 
     @property
     def non_trainable_parameters(self) -> int:
@@ -166,14 +232,8 @@ class Summary:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Describe a module's layers.
-
-    Args:
-        module: any module; if its ``example_input_array`` is not None, its forward pass runs once with it.
-        max_depth: levels of nesting to describe; -1 describes all, 0 only counts.
-    """
-    _check_depth(max_depth, "summarize")
-    return _summarize(module, max_depth, _as_it_is)
+    """Describe a module's layers: :class:`Summary`."""
+    return Summary(module, max_depth)
 
 
 def human_readable(number: int) -> str:
@@ -225,29 +285,6 @@ def _call(module: nn.Module, inputs: Any) -> None:
         module(inputs)
 
 
-def _summarize(module: nn.Module, max_depth: int, run: Callable[[nn.Module, Any], None]) -> Summary:
-    named = list(module.named_modules())[1:]
-    layers = {name: layer for name, layer in named if max_depth == -1 or name.count(".") < max_depth}
-    rows = {name: _row(name, layer) for name, layer in layers.items()}
-    summary = Summary(list(rows.values()))
-    loose = list(module.parameters(recurse=False))
-    if loose and max_depth != 0:
-        summary.layers.append(Layer("other params", "n/a", _count(loose), any(map(is_lazy, loose))))
-    parameters = list(module.parameters())
-    summary.total_parameters = _count(parameters)
-    summary.trainable_parameters = _count(p for p in parameters if p.requires_grad)
-    summary.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p))
-    summary.has_lazy_parameters = any(map(is_lazy, parameters))
-    summary.shares_parameters = len(parameters) < sum(1 for _ in module.named_parameters(remove_duplicate=False))
-    modes = [child.training for child in module.modules() if child is not module]
-    summary.modules_in_train_mode = sum(modes)
-    summary.modules_in_eval_mode = len(modes) - sum(modes)
-    inputs = getattr(module, "example_input_array", None)
-    if inputs is not None and not summary.has_lazy_parameters:
-        _measure(module, inputs, run, layers, rows, summary)
-    return summary
-
-
 def _row(name: str, layer: nn.Module) -> Layer:
     parameters = list(layer.parameters())
     return Layer(name, type(layer).__name__, _count(parameters), any(map(is_lazy, parameters)), layer.training)
@@ -263,9 +300,11 @@ def _measure(
     run: Callable[[nn.Module, Any], None],
     layers: Mapping[str, nn.Module],
     rows: Mapping[str, Layer],
-    summary: Summary,
-) -> None:
-    """Run the forward pass with the example input and record sizes and operations; warn if it fails."""
+) -> int | None:
+    """Run the forward pass with the example input, record sizes in the rows and return the operations.
+
+    If it fails, there is a warning, and None is returned.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -284,12 +323,11 @@ def _measure(
             f"has no sizes: {type(error).__name__}: {error}. Correct example_input_array (a tuple is passed as "
             "positional arguments, a dict as keyword arguments), or set it to None."
         )
-        return
+        return None
     finally:
         for handle in handles:
             handle.remove()
-    summary.total_flops = counter.get_total_flops()
-    summary.has_sizes = True
+    return counter.get_total_flops()
 
 
 @contextmanager

@@ -105,6 +105,11 @@ class RichProgressBar(DrawnProgressBar):
         self._theme = theme or RichProgressBarTheme()
         self._console_kwargs = dict(console_kwargs or {})
 
+    @property
+    def theme(self) -> RichProgressBarTheme:
+        """Colors and formats."""
+        return self._theme
+
     def _make_surface(self) -> Surface:
         from rich.console import Console
 

@@ -217,10 +217,10 @@ class RunReport(Callback):
     def _write_page(record: Path) -> None:
         """Make the page. A failure to make it does not fail the run."""
         from ..report.history import read
-        from ..report.run_page import write
+        from ..report.run_page import single, write
 
         try:
-            path = write(record.with_suffix(".html"), [read(record)])
+            path = write(record.with_suffix(".html"), single(read(record)))
         except Exception as error:
             messages.warn(
                 f"The page about this run could not be made ({type(error).__name__}: {error}). Its record is complete: "

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base import Callback
 
@@ -18,37 +18,156 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
-class Mark(NamedTuple):
-    """Totals at one moment, counted from the start of a stage."""
+class _Mark(NamedTuple):
+    """Totals at one moment."""
 
-    seconds: float
+    time: float
     batches: int
     samples: int
-    items: int
+    lengths: int | None
+    flops: float | None
+
+
+class Throughput:
+    """Rates over the last updates, from totals that you count yourself.
+
+    Args:
+        available_flops: floating-point operations per second that one device can do; needed for ``mfu``.
+        world_size: number of devices; above 1 there are rates of all devices too.
+        window_size: number of updates to average over.
+        separator: between the parts of a name.
+
+    Example:
+        >>> throughput = Throughput(window_size=2)
+        >>> throughput.update(time=1.0, batches=1, samples=32)
+        >>> throughput.update(time=3.0, batches=2, samples=64)
+        >>> throughput.compute()["device/samples_per_sec"]
+        16.0
+    """
+
+    def __init__(
+        self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
+    ) -> None:
+        for name, value, least in (("world_size", world_size, 1), ("window_size", window_size, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Throughput({name}={value!r}): pass an integer of at least {least}.")
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.window_size = window_size
+        self.separator = separator
+        self._marks: deque[_Mark] = deque(maxlen=window_size)
+
+    def update(
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
+    ) -> None:
+        """Record the totals so far.
+
+        Args:
+            time: seconds since the start.
+            batches: batches of this device.
+            samples: their samples.
+            lengths: their items (tokens, pixels).
+            flops: floating-point operations of this device since the last update; not a total.
+
+        Raises:
+            ValueError: a total is less than before, or there are fewer samples than batches or items than samples.
+        """
+        if samples < batches or (lengths is not None and lengths < samples):
+            items = "" if lengths is None else f", lengths={lengths}"
+            raise ValueError(
+                f"Throughput.update(batches={batches}, samples={samples}{items}): a batch has at least one sample, and "
+                "a sample at least one item. Pass totals since the start."
+            )
+        last = self._marks[-1] if self._marks else None
+        total = None if flops is None else flops + ((last and last.flops) or 0.0)
+        mark = _Mark(time, batches, samples, lengths, total)
+        if last is not None and any(
+            b is not None and a < b for a, b in zip(mark[:4], last[:4], strict=True) if a is not None
+        ):
+            raise ValueError(
+                f"Throughput.update(time={time}, batches={batches}, samples={samples}) is less than before "
+                f"(time={last.time}, batches={last.batches}, samples={last.samples}). Pass totals since the start, or "
+                "call reset() first."
+            )
+        self._marks.append(mark)
+
+    def compute(self, partial: bool = False) -> dict[str, float]:
+        """The totals ``time``, ``batches``, ``samples`` and ``lengths``, and the rates once the window is full.
+
+        The rates are ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``,
+        ``device/flops_per_sec`` and ``device/mfu``; of all devices ``batches_per_sec`` and so on.
+
+        Args:
+            partial: give rates already from the second update on.
+        """
+        first, last = self._marks[0], self._marks[-1]
+        values: dict[str, float] = {"time": last.time, "batches": last.batches, "samples": last.samples}
+        if last.lengths is not None:
+            values["lengths"] = last.lengths
+        seconds = last.time - first.time
+        if seconds <= 0 or (len(self._marks) < self.window_size and not partial):
+            return values
+        counted = {"batches": (first.batches, last.batches), "samples": (first.samples, last.samples)}
+        counted |= {"items": (first.lengths, last.lengths), "flops": (first.flops, last.flops)}  # type: ignore[dict-item]
+        rates = {
+            f"{name}_per_sec": (after - before) / seconds
+            for name, (before, after) in counted.items()
+            if before is not None and after is not None
+        }
+        values |= {f"device{self.separator}{name}": rate for name, rate in rates.items()}
+        if self.world_size > 1:
+            values |= {name: rate * self.world_size for name, rate in rates.items()}
+        if self.available_flops and "flops_per_sec" in rates:
+            values[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+        return values
+
+    def reset(self) -> None:
+        """Forget all updates."""
+        self._marks.clear()
+
+
+def measure_flops(
+    model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
+) -> int:
+    """Count the floating-point operations of a forward pass, with ``loss_fn`` also of the backward pass.
+
+    Args:
+        model: the model; on the meta device nothing is computed and no memory is needed.
+        forward_fn: runs the model and returns its output.
+        loss_fn: computes the loss from the output; its backward pass is counted too, and leaves gradients.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()
+    return counter.get_total_flops()
 
 
 class ThroughputMonitor(Callback):
     """Log samples, batches and items per second, and the model FLOP/s utilization (MFU) if it is known.
 
-    Values are averages over the last ``window_size`` batches. They are named ``train/device/batches_per_sec``,
-    ``train/device/samples_per_sec``, ``train/device/items_per_sec``, ``train/device/flops_per_sec``,
-    ``train/device/mfu``, and the totals ``train/time`` (seconds), ``train/batches``, ``train/samples``,
-    ``train/items``. With several devices there is also ``train/global/...``: this device's rates times the number of
-    devices. Training values are logged when the trainer logs step values, ``validate/...`` and ``test/...`` once at
-    their end.
+    Values are those of :class:`Throughput` over the last ``window_size`` batches. They are named
+    ``train/device/batches_per_sec``, ``train/device/samples_per_sec``, ``train/device/items_per_sec``,
+    ``train/device/flops_per_sec``, ``train/device/mfu``, and the totals ``train/time`` (seconds), ``train/batches``,
+    ``train/samples``, ``train/lengths``. With several devices there are also ``train/samples_per_sec`` and so on: this
+    device's rates times the number of devices. Training values are logged when the trainer logs step values,
+    ``validate/...`` and ``test/...`` once at their end.
 
     Times come from the host's clock, read in each batch's hook. They include data loading, hooks and logging, but not
     validation. The host never waits for a GPU. It runs ahead of the GPU by a bounded queue, so a window of many batches
     shows the device's speed; the first few batches of a run can look too fast.
 
-    Set ``flops_per_batch`` on your module (floating-point operations of one batch on one device, forward and backward)
-    to get ``flops_per_sec`` and, on the devices listed in ``PEAK_FLOPS``, ``mfu``: the fraction of the device's dense
-    peak in the run's dtype.
+    Set ``flops_per_batch`` on your module to get ``flops_per_sec``: floating-point operations of one batch on one
+    device, forward and backward; :func:`measure_flops` counts them. On the devices listed in ``PEAK_FLOPS`` there is
+    also ``mfu``: the fraction of the device's dense peak in the run's dtype.
 
     Args:
         batch_size_fn: returns the number of samples in a batch; None uses the first dimension of its first tensor.
         length_fn: returns the number of items (tokens, pixels) in a batch; None logs no items.
         window_size: batches to average over.
+        separator: between the parts of a name.
 
     Raises:
         RuntimeError: when a run starts and the trainer has no logger.
@@ -59,6 +178,7 @@ class ThroughputMonitor(Callback):
         batch_size_fn: Callable[[Any], int] | None = None,
         length_fn: Callable[[Any], int] | None = None,
         window_size: int = 100,
+        separator: str = "/",
     ) -> None:
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if function is not None and not callable(function):
@@ -74,9 +194,10 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn = batch_size_fn or _batch_size
         self.length_fn = length_fn
         self.window_size = window_size
-        self._train = _Window(window_size)
-        self._eval = _Window(window_size)
+        self.separator = separator
+        self._train = self._eval = _Count(Throughput())
         self._peak: float | None = None
+        self._has_flops = False
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage != "predict":
@@ -84,19 +205,26 @@ class ThroughputMonitor(Callback):
         device = trainer.strategy.device
         self._peak = peak_flops(device, _compute_dtype(trainer.strategy.precision.name))
 
+    def _count(self, trainer: Trainer, with_flops: bool = False) -> _Count:
+        # One more than the batches: the start is the first mark.
+        window = Throughput(self._peak, trainer.world_size, self.window_size + 1, self.separator)
+        return _Count(window, self.length_fn is not None, with_flops)
+
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._train = _Window(self.window_size)
+        self._has_flops = getattr(pl_module, "flops_per_batch", None) is not None
+        self._train = self._count(trainer, self._has_flops)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._train.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else 0)
+        flops: Any = pl_module.flops_per_batch if self._has_flops else None
+        self._train.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else None, flops)
         if trainer.logs_this_step and trainer.state.stepped:
-            self._log(trainer, pl_module, "train", self._train)
+            self._log(trainer, "train", self._train)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._train.pause()
-        self._eval = _Window(self.window_size)
+        self._eval = self._count(trainer)
 
     def on_validation_batch_end(
         self,
@@ -107,40 +235,46 @@ class ThroughputMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._eval.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else 0)
+        self._eval.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.sanity_checking:
-            self._log(trainer, pl_module, "test" if trainer.testing else "validate", self._eval)
+            self._log(trainer, "test" if trainer.testing else "validate", self._eval)
         self._train.go_on()
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
     on_test_end = on_validation_end
 
-    def _log(self, trainer: Trainer, pl_module: TrainingModule, stage: str, window: _Window) -> None:
-        flops = getattr(pl_module, "flops_per_batch", None) if stage == "train" else None
-        values = window.rates(flops, self._peak, self.length_fn is not None)
-        if trainer.world_size > 1:
-            shared = {k: v * trainer.world_size for k, v in values.items() if k.endswith("_per_sec")}
-            values.update({k.replace("device/", "global/"): v for k, v in shared.items()})
-        if values:
-            trainer.log_metrics({f"{stage}/{name}": value for name, value in values.items()})
+    def _log(self, trainer: Trainer, stage: str, count: _Count) -> None:
+        if count.batches:
+            values = count.throughput.compute(partial=True)
+            trainer.log_metrics({f"{stage}{self.separator}{name}": value for name, value in values.items()})
 
 
-class _Window:
-    """Marks of the last batches; the first and the last give the rates."""
+class _Count:
+    """Counts batches for a :class:`Throughput`, by a clock that can be stopped."""
 
-    def __init__(self, size: int) -> None:
-        self._marks: deque[Mark] = deque(maxlen=size + 1)
+    def __init__(self, throughput: Throughput, with_lengths: bool = False, with_flops: bool = False) -> None:
+        self.throughput = throughput
         self._started = self._paused = perf_counter()
-        self._marks.append(Mark(0.0, 0, 0, 0))
+        self.batches = self._samples = self._lengths = 0
+        throughput.update(
+            time=0.0, batches=0, samples=0, lengths=0 if with_lengths else None, flops=0.0 if with_flops else None
+        )
 
-    def add(self, samples: int, items: int) -> None:
-        """Record a finished batch."""
-        last = self._marks[-1]
-        now = perf_counter() - self._started
-        self._marks.append(Mark(now, last.batches + 1, last.samples + samples, last.items + items))
+    def add(self, samples: int, lengths: int | None = None, flops: float | None = None) -> None:
+        """Count a finished batch."""
+        self.batches += 1
+        self._samples += samples
+        self._lengths += lengths or 0
+        self.throughput.update(
+            time=perf_counter() - self._started,
+            batches=self.batches,
+            samples=self._samples,
+            lengths=None if lengths is None else self._lengths,
+            flops=flops,
+        )
 
     def pause(self) -> None:
         """Stop the clock."""
@@ -149,29 +283,6 @@ class _Window:
     def go_on(self) -> None:
         """Start the clock again."""
         self._started += perf_counter() - self._paused
-
-    def rates(self, flops_per_batch: float | None, peak: float | None, with_items: bool) -> dict[str, float]:
-        """Return totals, and averages over the window; empty before the first batch."""
-        first, last = self._marks[0], self._marks[-1]
-        seconds = last.seconds - first.seconds
-        if seconds <= 0:
-            return {}
-        batches_per_sec = (last.batches - first.batches) / seconds
-        values = {
-            "time": last.seconds,
-            "batches": last.batches,
-            "samples": last.samples,
-            "device/batches_per_sec": batches_per_sec,
-            "device/samples_per_sec": (last.samples - first.samples) / seconds,
-        }
-        if with_items:
-            values["items"] = last.items
-            values["device/items_per_sec"] = (last.items - first.items) / seconds
-        if flops_per_batch is not None:
-            values["device/flops_per_sec"] = flops_per_batch * batches_per_sec
-            if peak is not None:
-                values["device/mfu"] = flops_per_batch * batches_per_sec / peak
-        return values
 
 
 def _batch_size(batch: Any) -> int:
@@ -245,8 +356,9 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
-def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s for ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``."""
+def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
+    """Return the dense peak FLOP/s in a dtype, or for ``"tf32"``; None if the device is not known."""
+    dtype = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)

@@ -90,6 +90,36 @@ class TQDMProgressBar(DrawnProgressBar):
         """Make the bar of a prediction."""
         return self._tqdm(self.predict_description, leave=True)
 
+    @property
+    def train_progress_bar(self) -> tqdm:
+        """The drawn bar of training epochs."""
+        return self._drawn("train")
+
+    @property
+    def val_progress_bar(self) -> tqdm:
+        """The drawn bar of the validation, or of the sanity check."""
+        return self._drawn("validate", "sanity_check")
+
+    @property
+    def test_progress_bar(self) -> tqdm:
+        """The drawn bar of the test."""
+        return self._drawn("test")
+
+    @property
+    def predict_progress_bar(self) -> tqdm:
+        """The drawn bar of the prediction."""
+        return self._drawn("predict")
+
+    def _drawn(self, *stages: str) -> tqdm:
+        drawn = self._surface.drawn if isinstance(self._surface, _Tqdm) else {}
+        found = [drawn[stage][1] for stage in stages if stage in drawn]
+        if not found:
+            raise TypeError(
+                f"{type(self).__name__} has not drawn a bar of this kind yet ({stages[0]!r}). Bars are drawn in "
+                "terminals and notebooks while their loop runs. Override an init_*_tqdm method to change a bar."
+            )
+        return found[0]
+
     def _tqdm(self, description: str, leave: bool, below: int = 0) -> tqdm:
         return _tqdm_class()(
             desc=description,
@@ -158,7 +188,7 @@ class _Tqdm(Surface):
             "predict": callback.init_predict_tqdm,
         }
         #: By stage: our bar (None once it has left its line) and the tqdm bar that shows it.
-        self._drawn: dict[str, tuple[Bar | None, tqdm]] = {}
+        self.drawn: dict[str, tuple[Bar | None, tqdm]] = {}
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
         for bar in bars:
@@ -172,7 +202,7 @@ class _Tqdm(Surface):
 
     def _tqdm_of(self, bar: Bar) -> tqdm:
         """Return the tqdm bar that shows ``bar``: its own, the previous epoch's, or a new one."""
-        shown, drawn = self._drawn.get(bar.stage, (None, None))
+        shown, drawn = self.drawn.get(bar.stage, (None, None))
         if drawn is None:
             drawn = self._make[bar.stage]()
         if shown is not bar:
@@ -182,22 +212,22 @@ class _Tqdm(Surface):
             drawn.start_t = drawn.last_print_t = time() - perf_counter() + bar.started
             if bar.description != self._plain_descriptions[bar.stage]:
                 drawn.set_description(bar.description, refresh=False)
-            self._drawn[bar.stage] = (bar, drawn)
+            self.drawn[bar.stage] = (bar, drawn)
         return drawn
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
         bar = bars[-1]
         if bar.stage == "train" and not self._leave:
-            for stage, (_, drawn) in self._drawn.items():
-                self._drawn[stage] = (None, drawn)
+            for stage, (_, drawn) in self.drawn.items():
+                self.drawn[stage] = (None, drawn)
                 drawn.clear()
             sys.stdout.write(ending_line(bars, metrics, shutil.get_terminal_size().columns))
             return True
-        if len(bars) > 1 and bar.stage not in self._drawn and not self._leave:
+        if len(bars) > 1 and bar.stage not in self.drawn and not self._leave:
             return False  # too short to show
         self.draw(bars, metrics)
-        self._drawn.pop(bar.stage)[1].close()
-        for _, outer in self._drawn.values():
+        self.drawn.pop(bar.stage)[1].close()
+        for _, outer in self.drawn.values():
             outer.last_print_t = time()
         return True
 
@@ -205,11 +235,11 @@ class _Tqdm(Surface):
         _tqdm_class().write(text, file=sys.stdout, end="")
 
     def close(self) -> None:
-        for bar, drawn in self._drawn.values():
+        for bar, drawn in self.drawn.values():
             if bar is None:
                 drawn.leave = False
             drawn.close()
-        self._drawn.clear()
+        self.drawn.clear()
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:

@@ -285,7 +285,6 @@ class WeightAveraging(Callback):
         self._last_step = 0
         self._last_epoch = -1
         self._final = False
-        self._epoch = 0
         self._previous_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -331,7 +330,7 @@ class WeightAveraging(Callback):
         if "latest_step" not in self._restored:
             self._last_step, self._last_epoch = state.global_step, state.epoch - 1
         # Updates that were still due when a callback before this one wrote the checkpoint.
-        self._step_made(state.global_step, state.epoch)
+        self._step_made(state.global_step)
         self._epoch_ended(state.epoch if state.epoch_done else state.epoch - 1)
 
     def on_train_batch_end(
@@ -339,12 +338,12 @@ class WeightAveraging(Callback):
     ) -> None:
         state = trainer.state
         if state.global_step != self._last_step:
-            self._step_made(state.global_step, state.epoch)
+            self._step_made(state.global_step)
 
-    def _step_made(self, step: int, epoch: int) -> None:
+    def _step_made(self, step: int) -> None:
         if step == self._last_step:
             return
-        self._previous_step, self._last_step, self._epoch = self._last_step, step, epoch
+        self._previous_step, self._last_step = self._last_step, step
         if self.should_update(step_idx=step - 1) and self._average is not None:
             self._average.update()
 
@@ -448,8 +447,8 @@ class EMAWeightAveraging(WeightAveraging):
         use_buffers: average floating-point buffers (BatchNorm statistics) too.
         decay: fraction of the average that remains at an update, in [0, 1].
         update_every_n_steps: optimizer steps from one update to the next.
-        update_starting_at_step: index (0-based) of the first optimizer step that may update; None means any.
-        update_starting_at_epoch: index (0-based) of the first epoch whose steps may update; None means any.
+        update_starting_at_step: index (0-based) of the optimizer step of the first update; None means the first step.
+        update_starting_at_epoch: index (0-based) of the first epoch whose end is an update too; None means no epoch's.
         **kwargs: accepts no further argument; it exists to report misspelled ones.
 
     Raises:
@@ -501,15 +500,15 @@ class EMAWeightAveraging(WeightAveraging):
         return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update: after the first step, then every ``update_every_n_steps`` steps."""
+        """Whether to update: every ``update_every_n_steps`` steps from the first one on, and at the ends of epochs."""
         if step_idx is None:
-            return False
-        if self.update_starting_at_step is not None and step_idx < self.update_starting_at_step:
-            return False
-        if self.update_starting_at_epoch is not None and self._epoch < self.update_starting_at_epoch:
-            return False
-        # With several optimizers a batch makes several steps, so a multiple of n may fall between two calls.
-        return step_idx // self.update_every_n_steps > (self._previous_step - 1) // self.update_every_n_steps
+            first = self.update_starting_at_epoch
+            return first is not None and epoch_idx is not None and epoch_idx >= first
+        start, every = self.update_starting_at_step or 0, self.update_every_n_steps
+        # With several optimizers a batch makes several steps, so the step to update at may fall between two calls.
+        return (
+            step_idx >= start and (step_idx - start) // every > (max(self._previous_step, start) - 1 - start) // every
+        )
 
 
 def _optional_index(owner: str, name: str, value: Any) -> int | None:

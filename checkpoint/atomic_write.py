@@ -90,7 +90,7 @@ def _rename(temporary: Path, target: Path) -> None:
     if not os.path.lexists(target):
         temporary.rename(target)
         return
-    if not _exchange(temporary, target):
+    if _renameat2(temporary, target, _RENAME_EXCHANGE) != 0:
         aside = target.with_name(temporary_name(target.name))
         target.rename(aside)
         temporary.rename(target)
@@ -136,10 +136,6 @@ def _saved_meanwhile(target: Location) -> FileExistsError:
         "stays unchanged. Give each run its own folder (dirpath, default_root_dir). Checkpoint",
         str(target),
     )
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    return _renameat2(one, other, _RENAME_EXCHANGE) == 0
 
 
 def _renameat2(one: Path, other: Path, flag: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from . import single_file, storage
+from .plain_data import plain
 from .read import read
+from .snapshot import Buffers
 
 
 class CheckpointIO(ABC):
@@ -89,13 +92,28 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         self.checkpoint_io = checkpoint_io or TorchCheckpointIO()
+        self._write: Future[None] | None = None
 
     @property
     def has_own_form(self) -> bool:
         return self.checkpoint_io.has_own_form
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        """Copy the checkpoint and return while a thread writes it; the previous write is finished first.
+
+        A Trainer writes in a thread of its own instead, which it waits for where it has to.
+        """
+        self._wait()
+        copied = Buffers().copy(plain(checkpoint, "checkpoint"))
+        thread = ThreadPoolExecutor(1)
+        self._write = thread.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options)
+        thread.shutdown(wait=False)
+
+    def _wait(self) -> None:
+        """Wait for the write in flight, and raise its error."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(path, map_location, weights_only)
@@ -104,4 +122,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        self.checkpoint_io.teardown()
+        try:
+            self._wait()
+        finally:
+            self.checkpoint_io.teardown()

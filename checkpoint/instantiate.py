@@ -18,8 +18,19 @@ _LIGHTNINGS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cl
 
 
 def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether a command line stored them, Paceline's or Lightning's."""
-    return hyperparameters.get("_instantiator") in (MARK, *_LIGHTNINGS)
+    """Whether a command line stored them, Paceline's or Lightning's.
+
+    Raises:
+        ValueError: they name another function to make the object, which is not called.
+    """
+    maker = hyperparameters.get("_instantiator")
+    if maker not in (None, MARK, *_LIGHTNINGS):
+        raise ValueError(
+            f"The checkpoint's hyperparameters name {maker!r} as the function that makes the module, which is not "
+            "called, because a file cannot make a program run code. Do not load this file unless you know who wrote "
+            f"it; {MARK!r} is what TrainerCLI writes there."
+        )
+    return maker is not None
 
 
 def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:

@@ -56,15 +56,12 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
         plain(value, "checkpoint" + "".join(f"[{key!r}]" for key in place.split("/", 1)))
     except TypeError as problem:
         try:
-            found[place] = {"type": _type_of(value), "pickled": pickle.dumps(value)}
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            found[place] = {"type": kind, "pickled": pickle.dumps(value)}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"{problem} It cannot be pickled either: {error}.") from error
         return True
     return False
-
-
-def _type_of(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:

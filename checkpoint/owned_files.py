@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .. import messages
@@ -11,6 +12,7 @@ from . import manifest, storage
 from .storage import Remote, location
 
 
+@dataclass
 class RunFiles:
     """Recognizes the files that a run wrote.
 
@@ -21,9 +23,9 @@ class RunFiles:
             the manifests of the files that are kept here, not of files that others save in the same folder.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.mark = self.line = ""
+    folder: str
+    mark: str = ""
+    line: str = ""
 
     def sign(self, checkpoint: dict[str, Any]) -> None:
         """Add the mark to a checkpoint that is about to be written."""

@@ -159,13 +159,30 @@ def read(
     return _read(path, str(getattr(path, "name", path)), map_location, trusted)
 
 
+def load(path: str | os.PathLike[str] | Remote, map_location: Any = "cpu", trusted: bool = False) -> Any:
+    """Read any file of ``torch.save``, after a look at its checksums if it has some.
+
+    Arguments and errors as for :func:`.read.read`.
+    """
+    where = location(path)
+    _must_be_file(where)
+    with storage.local_copy(where) as copy, copy.open("rb") as file:
+        return _load(file, str(where), map_location, trusted)
+
+
 def _read(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> dict[str, Any]:
+    checkpoint = _load(file, name, map_location, trusted)
+    _check_contents(checkpoint, name)
+    return open_section(checkpoint, name) if trusted else checkpoint
+
+
+def _load(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> Any:
     found = file_problem(file)
     if found is not None:
         raise found.error(name)
     file.seek(0)
     try:
-        checkpoint = torch.load(file, map_location=map_location, weights_only=not trusted)
+        return torch.load(file, map_location=map_location, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
@@ -174,8 +191,6 @@ def _read(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> dict[
         if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
             raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
-    _check_contents(checkpoint, name)
-    return open_section(checkpoint, name) if trusted else checkpoint
 
 
 def _must_be_file(path: Location) -> None:

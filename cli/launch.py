@@ -79,9 +79,10 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
         quiet=not settings["debug"],
         serving=say.chosen,
     )
+    is_ranked = settings["rdzv_backend"] != "static" or settings.is_set("machine_rank")
     place = launch.find_place(
         settings["num_machines"],
-        settings["machine_rank"] if _needs_no_rank(settings) else None,
+        settings["machine_rank"] if is_ranked else None,
         settings["main_process_ip"],
         settings["main_process_port"],
         _NAMES,
@@ -112,10 +113,6 @@ def _replace(command: list[str]) -> int:
     if os.name != "nt":  # on Windows, exec returns to the shell immediately
         os.execvp(command[0], command)
     return subprocess.call(command)
-
-
-def _needs_no_rank(settings: Settings) -> bool:
-    return settings["rdzv_backend"] != "static" or settings.is_set("machine_rank")
 
 
 def _line(script: Script, settings: Settings) -> str:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from .. import messages
-from ..report import history, run_page
+from ..report import compare_runs, history, run_page
 from ..report.history import History
 
 _EPILOG = """\
@@ -44,7 +44,8 @@ def run(arguments: Namespace) -> int:
             f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Give the folders of two runs."
         )
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
-    path = run_page.write(arguments.output or beside, found)
+    page = run_page.single(found[0]) if len(found) == 1 else compare_runs.pair(*found)
+    path = run_page.write(arguments.output or beside, page)
     facts = _of_one(found[0]) if len(found) == 1 else _of_two(*found)
     messages.answer(json.dumps({**facts, "page": path}, indent=2) if arguments.json else _as_text(facts, path, found))
     return 0
@@ -64,9 +65,9 @@ def _of_one(history: History) -> dict[str, Any]:
 def _of_two(a: History, b: History) -> dict[str, Any]:
     return {
         "records": [str(a.path), str(b.path)],
-        "differs": [list(row) for row in run_page.differences(a, b)],
-        "speed": [list(row) for row in run_page.ratios(a, b)],
-        "last": [list(row) for row in run_page.last_values(a, b)],
+        "differs": [list(row) for row in compare_runs.differences(a, b)],
+        "speed": [list(row) for row in compare_runs.ratios(a, b)],
+        "last": [list(row) for row in compare_runs.last_values(a, b)],
     }
 
 
@@ -76,7 +77,7 @@ def _as_text(facts: dict[str, Any], path: str, found: list[History]) -> str:
         parts += [("Last values", list(facts["last"].items()))]
         parts += [("Error", [(facts["error"]["type"], facts["error"]["text"])])] if facts["error"] else []
     else:
-        names = run_page.titles(*found)
+        names = compare_runs.titles(*found)
         parts = [("", [("", *names)]), ("What differs", facts["differs"]), ("Speed (last: B / A)", facts["speed"])]
         parts += [("Last values (last: B - A)", facts["last"])]
     blocks = [f"{title}\n{_table(rows)}".strip("\n") for title, rows in parts if rows]

@@ -16,7 +16,7 @@ from ..processes.device_transfer import ahead
 from ..processes.seed import mixed
 from .combined_loader import CombinedLoader, close_iterator
 from .sample_order import can_jump, iterate, within_length
-from .stream_sharding import Shard
+from .uneven_shards import Shard
 
 if TYPE_CHECKING:
     from ..trainer.metrics import MetricStore

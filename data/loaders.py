@@ -15,7 +15,7 @@ from .. import messages
 from ..processes.seed import host_random_states, mixed
 from ..torch_private import forget_iterator
 from .combined_loader import CombinedLoader, holds_loaders, length_of
-from .stream_sharding import Shard
+from .uneven_shards import Shard
 
 _MISSING = object()
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from ..processes import seed as randomness
 from ..torch_private import dataset_iterator, index_sampler, pins_memory, running_iterator
 from .in_memory import rows_of
-from .stream_sharding import Shard
+from .uneven_shards import Shard
 from .worker_processes import start_iterating
 
 #: Module of torchdata's BatchSampler, which groups indices as torch's does and can save its position.

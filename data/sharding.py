@@ -35,7 +35,7 @@ from ..processes.seed import PrivateRandomness
 from .combined_loader import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
 from .sample_order import RUN_NOTHING, cuts, from_item
-from .stream_sharding import Division, Part, Shard
+from .uneven_shards import Division, Part, Shard
 
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

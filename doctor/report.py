@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
-from ..report.html_page import Html, Section, card, line_chart, paragraph, pie, side_by_side, stacked_bars, table
+from ..report.html_page import Html, Section, card, paragraph, table
 from ..report.html_page import page as whole_page
+from ..report.svg_charts import line_chart, pie, side_by_side, stacked_bars
 from .finding import Finding, duration, percent
 from .findings import examine
 from .measurements import WARM_UP, Facts

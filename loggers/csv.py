@@ -11,7 +11,7 @@ from glob import escape, glob
 from typing import Any
 
 from .. import messages
-from .folder import FolderLogger, call_at_exit, to_disk
+from .folder import HPARAMS_FILE, FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
 
 #: Columns that every row fills, before the metrics.
@@ -40,8 +40,6 @@ class CSVLogger(FolderLogger):
         >>> pandas.read_csv("logs/paceline_logs/version_0/metrics.csv")  # doctest: +SKIP
     """
 
-    METRICS_FILE = "metrics.csv"
-
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -59,8 +57,8 @@ class CSVLogger(FolderLogger):
         self._flush_every_n_steps = flush_logs_every_n_steps
 
     @property
-    def experiment(self) -> Table:
-        """The underlying table."""
+    def experiment(self) -> ExperimentWriter:
+        """The file's writer, with :attr:`ExperimentWriter.metrics_file_path`."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -75,20 +73,17 @@ class CSVLogger(FolderLogger):
         self._add(numbers({name: value for name, value in values.items() if name not in texts}) | texts, step)
 
     def _add(self, values: dict[str, Any], step: int | None) -> None:
-        first: dict[str, float] = {"step": self._next_step(step)}
-        if "epoch" in values:
-            epoch = number("epoch", values.pop("epoch"))
-            first["epoch"] = int(epoch) if float(epoch).is_integer() else epoch
-        table = self.experiment
-        try:
-            table.add(first, self._named(values))
-        except OSError as error:
-            raise self._explained(error) from error
+        named = {name if name == "epoch" else self._prefix + name: value for name, value in values.items()}
+        writer = self.experiment
+        writer.add(named, self._next_step(step))
+        if writer.is_due(self._flush_every_n_steps):
+            self.save()
 
     def save(self) -> None:
+        super().save()
         if self._experiment is not None:
             with self._writing():
-                self.experiment.flush()
+                self.experiment.save()
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -106,35 +101,32 @@ class CSVLogger(FolderLogger):
     def _begin_again(self) -> None:
         self._experiment.begin_again()
 
-    def _open(self) -> Table:
-        table = Table(os.path.join(self.log_dir, self.METRICS_FILE), self._flush_every_n_steps)
-        call_at_exit(self, table.flush)
-        return table
-
-    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        named = {self._prefix + name: value for name, value in values.items()}
-        for name in FIRST_COLUMNS:
-            if name in named:
-                messages.warn_once(
-                    f"The metric {name!r} is written to the column 'metric/{name}' of {self.METRICS_FILE}, because "
-                    f"each row has its own {name!r}. Log it under another name to choose the column yourself."
-                )
-                named[f"metric/{name}"] = named.pop(name)
-        return named
+    def _open(self) -> ExperimentWriter:
+        writer = ExperimentWriter(self.log_dir)
+        call_at_exit(self, writer.save)
+        return writer
 
 
-class Table:
-    """CSV file to which rows, and sometimes columns, are added.
+class ExperimentWriter:
+    """Writes rows, and sometimes columns, to ``metrics.csv`` in a folder, and continues an existing file.
 
-    An existing file is continued. Rows are written after ``flush_every_n_steps`` steps.
+    Args:
+        log_dir: the folder, which exists.
+
+    Attributes:
+        metrics_file_path: the file.
+        columns: the names in its first line.
+        metrics: the rows that the next :meth:`save` writes.
     """
 
-    def __init__(self, path: str, flush_every_n_steps: int) -> None:
-        self.path = path
+    NAME_METRICS_FILE = "metrics.csv"
+    NAME_HPARAMS_FILE = HPARAMS_FILE
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        self.metrics_file_path = path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         self.columns: list[str] = []
-        self._every = flush_every_n_steps
+        self.metrics: list[dict[str, Any]] = []
         self._flushed_step: int | None = None
-        self._waiting: list[dict[str, Any]] = []
         self._last: dict[str, Any] = {}
         self._last_start: int | None = None
         self._end = 0
@@ -142,79 +134,92 @@ class Table:
         if os.path.exists(path):
             self._continue()
 
-    def add(self, first: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Add values to the row of their step. ``first`` holds the step and, if known, the epoch."""
-        last, step = self._last, first["step"]
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add the values of one step, with the epoch as ``"epoch"``; ``step`` defaults to the last one plus 1."""
+        self.add(numbers(metrics), self._last.get("step", -1) + 1 if step is None else step)
+
+    def add(self, values: dict[str, Any], step: int) -> None:
+        """Add numbers and texts to the row of their step."""
+        last, first = self._last, dict[str, float](step=step)
+        if "epoch" in values:
+            epoch = number("epoch", values.pop("epoch"))
+            first["epoch"] = int(epoch) if float(epoch).is_integer() else epoch
+        values = _beside_first_columns(values)
         same_row = last.get("step") == step and last.get("epoch") in (None, first.get("epoch", last.get("epoch")))
         if same_row and values.keys().isdisjoint(last):
             last.update(first)
             last.update(values)
-            if not self._waiting:
-                self._waiting.append(last)
+            if not self.metrics:
+                self.metrics.append(last)
         else:
             self._last = {**first, "wall_time": time.time(), **values}
-            if not self._waiting:
+            if not self.metrics:
                 self._last_start = None
-            self._waiting.append(self._last)
+            self.metrics.append(self._last)
             self._rows += 1
         if self._flushed_step is None:
             self._flushed_step = step
-        if abs(step - self._flushed_step) >= self._every or len(self._waiting) >= self._every:
-            self.flush()
 
-    def flush(self) -> None:
+    def is_due(self, every_n_steps: int) -> bool:
+        """Whether so many steps or rows have passed since :meth:`save`."""
+        steps = abs(self._last["step"] - (self._flushed_step or 0)) if self._last else 0
+        return steps >= every_n_steps or len(self.metrics) >= every_n_steps
+
+    def save(self) -> None:
         """Write the waiting rows to the file."""
-        if not self._waiting:
+        if not self.metrics:
             return
         if self.is_deleted():
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            os.makedirs(os.path.dirname(self.metrics_file_path), exist_ok=True)
             self.begin_again()
-        new = dict.fromkeys(name for row in self._waiting for name in row if name not in self.columns)
-        if new or not os.path.exists(self.path):
+        new = dict.fromkeys(name for row in self.metrics for name in row if name not in self.columns)
+        if new or not os.path.exists(self.metrics_file_path):
             self._widen(new)
         start = self._start
-        lines = [_line(row.get(name, "") for name in self.columns) for row in self._waiting]
-        with open(self.path, "r+b") as file:
+        lines = [_line(row.get(name, "") for name in self.columns) for row in self.metrics]
+        with open(self.metrics_file_path, "r+b") as file:
             file.seek(start)
             file.write(b"".join(lines))
             file.truncate()
         self._end = start + sum(map(len, lines))
         self._last_start = self._end - len(lines[-1])
         self._flushed_step = self._last["step"]
-        self._waiting = []
+        self.metrics = []
 
     def is_deleted(self) -> bool:
         """Whether the file was written and then deleted."""
-        return self._end > 0 and not os.path.exists(self.path)
+        return self._end > 0 and not os.path.exists(self.metrics_file_path)
 
     def begin_again(self) -> None:
         """Write the waiting rows and all later ones to a new file."""
-        self._end, self._last_start, self._rows = 0, None, len(self._waiting)
-        if not self._waiting:
+        self._end, self._last_start, self._rows = 0, None, len(self.metrics)
+        if not self.metrics:
             self._last = {}
 
     def place(self) -> dict[str, Any]:
-        """Flush to disk; return the position: the number of rows, and the last row, which may get more values."""
-        self.flush()
-        to_disk(self.path)
+        """Save to disk; return the position: the number of rows, and the last row, which may get more values."""
+        self.save()
+        to_disk(self.metrics_file_path)
         return {"rows": self._rows, "last": dict(self._last)}
 
     def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
         """Return to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
-        for torn in glob(f"{escape(self.path)}.*.tmp"):  # left by a process that was killed while replacing the file
+        for torn in glob(
+            f"{escape(self.metrics_file_path)}.*.tmp"
+        ):  # left by a process that was killed while replacing the file
             os.remove(torn)
         found = self._read()
         kept = found[: rows - 1 if last else rows]
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.path} has {len(found)} rows, but the resumed run had written {rows}: {lost} of them are "
-                "lost. Keep the file with the checkpoints when you move them."
+                f"{self.metrics_file_path} has {len(found)} rows, but the resumed run had written {rows}: {lost} of "
+                "them are lost. Keep the file with the checkpoints when you move them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:
             kept.append([last.get(name, "") for name in columns])
-        self._waiting, self._last, self._rows = [], dict(last), len(kept)
+        self.metrics, self._last, self._rows = [], dict(last), len(kept)
         self._flushed_step = last.get("step")
         if columns:
             self._replace(columns, kept)
@@ -222,16 +227,16 @@ class Table:
 
     def _continue(self) -> None:
         """Read the columns and rows of an existing file, without an incomplete last line."""
-        with open(self.path, "rb") as file:
+        with open(self.metrics_file_path, "rb") as file:
             self._end = file.read().rfind(b"\n") + 1
         self.columns = self._read(header=True)[0] if self._end else []
         self._rows = len(self._read())
 
     def _read(self, header: bool = False) -> list[list[Any]]:
         """Return the rows of the file."""
-        if not os.path.exists(self.path):
+        if not os.path.exists(self.metrics_file_path):
             return []
-        with open(self.path, "rb") as file:
+        with open(self.metrics_file_path, "rb") as file:
             lines = list(csv.reader(io.StringIO(file.read(self._end).decode("utf-8"), newline="")))
         return lines if header else lines[1:]
 
@@ -249,13 +254,25 @@ class Table:
     def _replace(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Replace the file atomically."""
         lines = [_line(columns), *(_line([*row, *[""] * (len(columns) - len(row))]) for row in rows)]
-        temporary = f"{self.path}.{os.getpid()}.tmp"
+        temporary = f"{self.metrics_file_path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        os.replace(temporary, self.metrics_file_path)
         self.columns, self._end = columns, sum(map(len, lines))
+
+
+def _beside_first_columns(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with other names for those that are named like a column of every row."""
+    for name in FIRST_COLUMNS:
+        if name in values:
+            messages.warn_once(
+                f"The metric {name!r} is written to the column 'metric/{name}' of metrics.csv, because each row has "
+                f"its own {name!r}. Log it under another name to choose the column yourself."
+            )
+            values[f"metric/{name}"] = values.pop(name)
+    return values
 
 
 def _line(cells: Iterable[Any]) -> bytes:

@@ -14,6 +14,10 @@ from .. import messages
 from .base import Logger, Nothing
 from .values import mapping, plain
 
+HPARAMS_FILE = "hparams.yaml"
+#: Its text without hyperparameters.
+_NOTHING = "{}\n"
+
 
 class FolderLogger(Logger):
     """Write each run to ``save_dir/name/version_N``, with its hyperparameters in ``hparams.yaml``.
@@ -116,6 +120,14 @@ class FolderLogger(Logger):
         if metrics:
             self.log_metrics(metrics, step=0)
 
+    def save(self) -> None:
+        """Write ``hparams.yaml`` if the run's folder has none yet. Subclasses also flush their logged values."""
+        if self._hparams_written or self._version is None or not messages.is_rank_zero():
+            return
+        if os.path.isdir(self.log_dir) and not os.path.exists(os.path.join(self.log_dir, HPARAMS_FILE)):
+            with self._writing():
+                self._write_hparams()
+
     def state_dict(self) -> dict[str, Any]:
         if not self._run_marked:
             with self._writing():
@@ -134,7 +146,7 @@ class FolderLogger(Logger):
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         self._version, self._run, self._run_marked = state["version"], state["run"], True
-        settings = Path(self.log_dir) / "hparams.yaml"
+        settings = Path(self.log_dir) / HPARAMS_FILE
         if settings.is_file():
             import yaml
 
@@ -212,9 +224,9 @@ class FolderLogger(Logger):
     def _write_hparams(self) -> None:
         import yaml
 
-        path = Path(self.log_dir) / "hparams.yaml"
+        path = Path(self.log_dir) / HPARAMS_FILE
         text = yaml.safe_dump(self.hparams, sort_keys=False, allow_unicode=True)
-        if path.exists() and not self._hparams_written and path.read_text(encoding="utf-8") != text:
+        if path.exists() and not self._hparams_written and path.read_text(encoding="utf-8") not in (text, _NOTHING):
             _set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, text)

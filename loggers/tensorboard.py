@@ -176,6 +176,7 @@ class TensorBoardLogger(FolderLogger):
             )
 
     def save(self) -> None:
+        super().save()
         if self._hparams_due:
             self._start_session()
         if self._experiment is not None:
@@ -217,8 +218,7 @@ class TensorBoardLogger(FolderLogger):
         return Path(self.log_dir).glob(f"*tfevents*{self._mark}*")
 
     def finalize(self, status: str) -> None:
-        if self._hparams_due:
-            self._start_session()
+        self.save()
         if self._session_open:  # also if a resume has cut off the end and nothing was logged after it
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False

@@ -31,19 +31,11 @@ _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and sizes of one process, and the address at which the processes meet.
+    """Ranks (0-based) and sizes of one process, and the address and port on which rank 0 listens.
 
-    Args:
-        name: the launcher: ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a
-            notebook), ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or ``"Kubeflow"``.
-        rank: index of this process among all, 0-based.
-        local_rank: index of this process among those on its machine, 0-based.
-        world_size: number of processes.
-        local_world_size: number of processes on this machine.
-        node_rank: index of this machine, 0-based.
-        num_nodes: number of machines.
-        address: host on which rank 0 listens.
-        port: port on which rank 0 listens.
+    ``local`` refers to the processes on this machine, a node is a machine, and ``name`` is the launcher's:
+    ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a notebook), ``"SLURM"``,
+    ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or ``"Kubeflow"``.
     """
 
     name: str

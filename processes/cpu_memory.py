@@ -30,7 +30,7 @@ _runs = 0
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the process keep the memory it frees while it trains on a CPU, until the matching :func:`keep_no_longer`.
+    """Let the process keep the memory that it frees, if it trains on a CPU.
 
     Does nothing if the C library is not glibc, or if the user has set its thresholds.
     """
@@ -44,26 +44,20 @@ def keep_freed_memory(device: torch.device) -> None:
         libc.mallopt(TRIM_THRESHOLD, KEPT)
 
 
-def keep_no_longer(device: torch.device) -> None:
-    """Return free memory to the kernel and, if no other run is active, stop keeping memory that is freed later."""
-    global _runs
-    if device.type != "cpu":
-        return
-    _runs -= 1
-    libc = _adjustable_glibc()
-    if libc is not None and not _runs:
-        libc.mallopt(TRIM_THRESHOLD, KEPT_BY_ITSELF)
-    give_back_memory()
-
-
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Context of a run: if it runs on the CPU, the process keeps the memory that it frees."""
+    """Context of a run: on the CPU the process keeps the memory that it frees, and afterwards returns it."""
+    global _runs
     keep_freed_memory(device)
     try:
         yield
     finally:
-        keep_no_longer(device)
+        if device.type == "cpu":
+            _runs -= 1
+            libc = _adjustable_glibc()
+            if libc is not None and not _runs:
+                libc.mallopt(TRIM_THRESHOLD, KEPT_BY_ITSELF)
+            give_back_memory()
 
 
 def give_back_memory() -> None:

@@ -21,15 +21,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """Return the function that brings a batch to ``device``, to be bound once when a run starts.
-
-    Args:
-        device: where the batches go.
-        dtype: what floating-point tensors become; None leaves them as they are.
-
-    Returns:
-        None on the CPU without a dtype: there is nothing to do.
-    """
+    """The function that moves batches to ``device`` and to ``dtype``, if given; None if there is nothing to do."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -53,15 +45,16 @@ def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
 
 
 class Mover:
-    """Brings every tensor of a batch to a device, and the floating-point ones to a dtype.
+    """Moves every tensor of a batch to a device, and floating-point tensors to a dtype.
 
-    How values of a type are handled is found out when the type is first seen; from then on it is one dict hit.
+    The handling of a type is found when the type is first seen; from then on it is one dict lookup. CPU tensors that go
+    to CUDA are pinned and copied without waiting. An object that moves itself by its own ``to`` keeps its dtype, unless
+    it is a mapping or a ``PackedSequence``.
 
     Args:
-        device: where the tensors go. CPU tensors on their way to CUDA are pinned and copied without waiting.
-        dtype: what floating-point tensors become, or None. An object that moves itself by its own ``to`` keeps its
-            dtype, unless it is a mapping or a ``PackedSequence``.
-        moved: called with every tensor that has been moved (and every object that has a ``record_stream``).
+        device: where the tensors go.
+        dtype: dtype of floating-point tensors; None keeps theirs.
+        moved: called with every moved tensor, and every moved object that has a ``record_stream``.
     """
 
     def __init__(
@@ -170,12 +163,9 @@ class Mover:
 
 
 class SideStream:
-    """Moves batches on a CUDA stream of its own, so that a copy runs while the device still computes the step before.
+    """Moves batches on a CUDA stream of its own, so that a copy runs while the device still computes the previous step.
 
     Call it with a batch, then :meth:`ready` before that batch is used.
-
-    Args:
-        mover: what to run there.
     """
 
     def __init__(self, mover: Mover) -> None:

@@ -95,12 +95,10 @@ def _missing(accelerator: str, what: str) -> str:
 
 
 def find_devices(devices: Any, kind: str) -> list[torch.device]:
-    """The devices for ``Trainer(devices=...)``.
+    """The devices of a kind for ``Trainer(devices=...)``.
 
-    Args:
-        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"`` (one CPU, or
-            all devices of another kind).
-        kind: from :func:`find_kind`.
+    ``devices`` is a number (``2``, ``"2"``), a list of indices (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"``
+    (one CPU, or all devices of another kind).
     """
     present = count(kind)
     if devices == "auto":

@@ -190,6 +190,10 @@ class LocalEnvironment(_Known):
     def _here(self) -> Cluster:
         return find_cluster() or super()._here()
 
+    def local_rank(self) -> int:
+        """Index among the processes of this machine; LOCAL_RANK, which a launcher sets, counts if nothing else does."""
+        return int(os.environ.get("LOCAL_RANK", 0)) if find_cluster() is None else super().local_rank()
+
 
 #: By the name of a Cluster.
 KINDS: dict[str, type[ClusterEnvironment]] = {

@@ -40,13 +40,7 @@ def poll_seconds(world_size: int) -> float:
 
 
 class Watch:
-    """Tells other ranks where this rank is, and asks where they are.
-
-    Args:
-        rank: rank of this process.
-        world_size: number of processes; with 1 there are no other ranks to ask.
-        progress: returns a short text that says what the run is doing.
-    """
+    """Tells other ranks where this rank is and, through ``progress``, what its run is doing; asks where they are."""
 
     def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
         self.rank, self.world_size, self.progress = rank, world_size, progress

@@ -69,18 +69,9 @@ _RUNNING = {
 class Facts:
     """Facts about this process from which its host is recognized.
 
-    Args:
-        running: modules on the call stack.
-        file: the file of ``__main__``; None or ``"<stdin>"`` if it has none.
-        module: the module given to ``python -m``.
-        options: the command line's options before the script.
-        executable: ``sys.executable``.
-        kernel: whether this is a Jupyter kernel.
-        ipython: whether IPython runs.
-        interactive: whether this is an interactive prompt.
-        frozen: whether PyInstaller or a similar tool packed this program.
-        worker: whether multiprocessing started this process.
-        sweep: whether Hydra runs several jobs one after another.
+    ``running`` has the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it has
+    none), ``module`` is the one given to ``python -m``, and ``options`` are those before the script. ``frozen`` means
+    packed by PyInstaller or a similar tool, ``worker`` started by multiprocessing, and ``sweep`` a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()
@@ -113,12 +104,8 @@ def recognize(facts: Facts) -> Host:
         (facts.interactive, INTERACTIVE),
         (not facts.executable, EMBEDDED),
     )
-    found = next((host for applies, host in candidates if applies), None)
-    if found is not None:
-        return found
-    if not facts.has_file:
-        return COMMAND if "-c" in facts.options else STANDARD_INPUT
-    return SCRIPT
+    typed = COMMAND if "-c" in facts.options else STANDARD_INPUT
+    return next((host for applies, host in candidates if applies), SCRIPT if facts.has_file else typed)
 
 
 def find_host() -> Host:
@@ -160,9 +147,6 @@ def start_method_in(
         asked: the strategy's ``start_method``.
         obstacle: why this process cannot be forked, from :func:`fork_obstacle`.
         num_nodes: number of machines.
-
-    Raises:
-        RuntimeError: this host cannot start ranks in the requested way.
     """
     if host.is_script:
         return "popen" if asked == "auto" else asked

@@ -40,10 +40,10 @@ from .torch_elastic import (
     Place,
     StartMethod,
     environment,
-    handled_signals,
     is_ignored,
     launch,
     numa_of,
+    signals_restored,
 )
 
 #: Folder in which this process was started: relative paths on its command line start here.
@@ -56,36 +56,22 @@ _PICKLE_FIX = (
 )
 
 
-def rerun(
-    num_processes: int,
-    num_nodes: int = 1,
-    node_rank: int | None = None,
-    address: str | None = None,
-    port: int | None = None,
-    devices_kind: str = "cpu",
-    numa: bool = False,
-) -> NoReturn:
+def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", numa: bool = False) -> NoReturn:
     """Run this process's command ``num_processes`` times, wait, and exit with the status of the first failure.
 
-    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have the time that torch elastic allows (30
-    seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then
-    end in the same way as when this one is killed (see :func:`register_failure_hook`).
+    With several machines, the user types the same command on each, with the variables of :func:`find_place`. Ctrl-C,
+    SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have the time that torch elastic allows (30 seconds,
+    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end in
+    the same way as when this one is killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: number of processes on this machine.
-        num_nodes: number of machines; the user types the same command on each.
-        node_rank: index of this machine; NODE_RANK from the environment if None. Only for several machines.
-        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
-        port: port on machine 0; MASTER_PORT if None. If neither is set and there is one machine, a free port.
+        num_nodes: number of machines.
         devices_kind: kind of device that the processes compute on.
         numa: let torch elastic bind each process to the NUMA node of its GPU.
-
-    Raises:
-        RuntimeError: address, port or node rank of several machines is not set.
-        OSError: the address or the port cannot be used.
     """
     command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
-    place = find_place(num_nodes, node_rank, address, port)
+    place = find_place(num_nodes)
     os.chdir(folder)
     sys.exit(run(command, num_processes, place, devices_kind, numa))
 
@@ -105,10 +91,10 @@ def run(
 
     Args:
         command: the command line; each process also gets torchrun's variables.
-        num_processes: number of processes on this machine.
+        num_processes: as for :func:`rerun`.
         place: where the machines meet; see :func:`find_place`.
-        devices_kind: kind of device that the processes compute on.
-        numa: let torch elastic bind each process to the NUMA node of its GPU.
+        devices_kind: as for :func:`rerun`.
+        numa: as for :func:`rerun`.
         options: other options for torch elastic.
     """
     options = options or Options()
@@ -150,8 +136,8 @@ def start(
         args: its arguments. Each process gets its own copy, of tensors too.
         num_processes: number of processes, all on this machine.
         start_method: ``"fork"`` copies this process; the others start fresh processes and pickle the arguments.
-        devices_kind: kind of device that the processes compute on.
-        numa: let torch elastic bind each process to the NUMA node of its GPU.
+        devices_kind: as for :func:`rerun`.
+        numa: as for :func:`rerun`.
         port: port at which the processes meet; 0 for a free one.
 
     Raises:
@@ -212,7 +198,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
             os.kill(os.getpid(), number)
 
         try:
-            with environment(None, **{JOINED: str(joined)}), handled_signals(end):
+            with environment(None, **{JOINED: str(joined)}), signals_restored(end):
                 yield
         except BaseException as error:
             number = _ended_by(error)

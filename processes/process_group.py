@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import gloo, launch
+from . import launch
 from .cluster_environment import Cluster
 from .hang_watch import Watch
 from .rendezvous_store import shared_store
+
+_THREADS = Path("/proc/self/task")
 
 
 def join(
@@ -49,12 +53,7 @@ def leave() -> None:
 
 @dataclass
 class _Room:
-    """What all strategies of a process group share.
-
-    Attributes:
-        watch: watches for hangs, in a thread of its own.
-        groups: gloo groups by their timeout.
-    """
+    """What all strategies of a process group share: a thread that watches for hangs, and gloo groups by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)
@@ -71,11 +70,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """The gloo group and the watch of the process group; every rank creates them in its first run.
-
-    Args:
-        timeout: how long a collective of the gloo group waits.
-    """
+    """The gloo group with this timeout and the watch of the process group; every rank creates them in its first run."""
     global _room
     if _room is None or not _room.is_open():
         if _room is not None:
@@ -90,4 +85,36 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 def _end_threads(watch: Watch) -> None:
     """Called when the process ends: a thread in torch that still needs Python would abort it."""
     watch.close()
-    gloo.let_go()
+    _wait_for_gloo()
+
+
+def _wait_for_gloo(seconds: float = 10.0) -> None:
+    """Return when all of gloo's worker threads sleep and hold no Python object, but after ``seconds`` at the latest.
+
+    A worker of a gloo group first reports that a collective is done, and then releases its tensors. It needs the
+    interpreter to release tensors that Python has seen. If Python exits at that moment, it ends the worker inside a C++
+    destructor, which aborts the process: "terminate called without an active exception". Destroying the groups does not
+    end their workers while a strategy, a wrapped model or the user still holds a group.
+
+    A worker that is waiting for the interpreter gets it during the pause. A worker that sleeps through the pause has
+    nothing to do, or is waiting for another process. Only Linux lists threads; elsewhere this returns soon.
+    """
+    deadline, before = time.monotonic() + seconds, None
+    while ((asleep := _asleep()) is None or asleep != before) and time.monotonic() < deadline:
+        before = asleep
+        time.sleep(0.002)
+
+
+def _asleep() -> dict[str, str] | None:
+    """How often each worker has gone to sleep, by thread id; None if one is awake."""
+    found = {}
+    for thread in _THREADS.glob("*/status"):
+        try:
+            status = dict(line.split(":\t", 1) for line in thread.read_text().splitlines() if ":\t" in line)
+        except OSError:  # the thread has just ended
+            continue
+        if status.get("Name", "").startswith("pt_gloo"):
+            if not status["State"].startswith("S"):
+                return None
+            found[thread.parent.name] = status.get("voluntary_ctxt_switches", "")
+    return found

@@ -146,10 +146,8 @@ def _rank() -> int:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -211,7 +209,7 @@ class Failure:
         rank: rank of the process.
         exit_code: its exit status, or the negative number of the signal that killed it; None if unknown.
         moment: time of the failure in nanoseconds since the epoch.
-        text: its traceback, or its stacks when a signal killed it; empty if it left none.
+        text: its traceback, or its stacks if a signal killed it; may be empty.
         summary: the traceback's last line; empty if it raised no exception.
         interrupted: whether Ctrl-C ended it.
     """
@@ -255,7 +253,7 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     """The failures of all processes that failed; first the one that caused the others.
 
     Args:
-        exits: torch elastic's ``ProcessFailure`` by rank, of the processes that it saw end.
+        exits: torch elastic's ``ProcessFailure`` by rank.
         files: files from :func:`write_failure`.
         crashes: files from :func:`note_crash`.
     """

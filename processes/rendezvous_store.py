@@ -29,12 +29,8 @@ _MEETING = "paceline/meeting"
 def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
     """The agent's store under a prefix for this attempt; None if no agent keeps a store across attempts.
 
-    Args:
-        cluster: rank and address of this process.
-        timeout: how long to wait for the other ranks.
-
     Raises:
-        RuntimeError: other ranks did not start in time; the message names them.
+        RuntimeError: other ranks did not start within ``timeout``; the message names them.
     """
     if os.environ.get(_SHARED) != "True" or cluster.name != "torchrun":
         return None

@@ -134,8 +134,12 @@ def set_random_states(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())
     missing = []
-    if "numpy" in states and not _set_numpy_state(states["numpy"]):
+    numpy = numpy_random()
+    if "numpy" in states and numpy is None:
         missing.append("numpy")
+    elif "numpy" in states:
+        name, keys, *rest = states["numpy"]
+        numpy.set_state((name, sys.modules["numpy"].array(keys, dtype="uint32"), *rest))
     if "cuda" in states and not _set_cuda_states(states["cuda"]):
         missing.append("cuda")
     if "mps" in states and not torch.backends.mps.is_available():
@@ -148,15 +152,6 @@ def set_random_states(states: dict[str, Any]) -> None:
             "(not imported in this process, or different devices), so random numbers drawn from it differ from those "
             "of the saved run. Import numpy before fit, or use the same number of devices."
         )
-
-
-def _set_numpy_state(state: tuple[Any, ...]) -> bool:
-    numpy = numpy_random()
-    if numpy is None:
-        return False
-    name, keys, *rest = state
-    numpy.set_state((name, sys.modules["numpy"].array(keys, dtype="uint32"), *rest))
-    return True
 
 
 def _set_cuda_states(states: list[torch.Tensor]) -> bool:

@@ -69,16 +69,12 @@ def actions(given: Mapping[int, str | None]) -> dict[int, str]:
 
 @contextmanager
 def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
-    """Record signals in ``state.signum`` while the context is open, then restore the previous handlers.
+    """Record the first of the ``wanted`` signals in ``state.signum`` while the context is open.
 
-    The user's own handlers are called too. A second Ctrl-C interrupts at once, and so does the first one while no step
-    runs (during data preparation, or while a file is read). A checkpoint that the first Ctrl-C caused is still
-    finished. A signal that arrives after the run has ended is raised again for the previous handler. Outside the main
-    thread, where Python delivers no signals, this does nothing.
-
-    Args:
-        state: receives the first signal that arrives.
-        wanted: the signals, from :func:`actions`.
+    The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts at once, and so does the
+    first one while no step runs (during data preparation, or while a file is read). A checkpoint that the first Ctrl-C
+    caused is still finished. A signal that arrives after the run has ended is raised again for the previous handler.
+    Outside the main thread, where Python delivers no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -81,10 +81,7 @@ class StopVote:
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
         """In the main thread, at a boundary: decide where to stop. Asks the other ranks if no rank has.
 
-        Args:
-            boundary: the boundary's number.
-            signum: the signal that this rank received, or 0.
-            wants: whether this rank wants to end the training.
+        ``signum`` is the signal that this rank received, or 0; ``wants`` is whether it wants to end the training.
 
         Raises:
             RuntimeError: a rank has not answered; it has probably ended.

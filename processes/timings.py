@@ -9,14 +9,10 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import TypeVar
 
 from .. import messages
-
-F = TypeVar("F", bound=Callable[..., object])
 
 #: Environment variable in which a launcher stores its start time, in seconds since the epoch.
 STARTED = "PACELINE_STARTED"
@@ -34,7 +30,7 @@ def is_debugging() -> bool:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the time of a block to a phase, nested in the phase that is open."""
+    """Context or decorator that adds the time of a block or function to a phase, inside the phase that is open."""
     if not is_debugging() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -49,20 +45,6 @@ def phase(name: str) -> Iterator[None]:
         _open.pop()
         seconds, times = _found[key]
         _found[key] = seconds + time.perf_counter() - start, times + 1
-
-
-def timed(name: str) -> Callable[[F], F]:
-    """Decorator: each call is a :func:`phase`."""
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
-            with phase(name):
-                return function(*args, **kwargs)
-
-        return run  # type: ignore[return-value]
-
-    return decorate
 
 
 def text() -> str:

@@ -29,13 +29,10 @@ _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 @dataclass(frozen=True)
 class Place:
-    """Where the machines meet, and the index of this machine.
+    """Where the machines meet: an address and a port on machine 0, and the index of this machine.
 
     Args:
-        num_nodes: number of machines.
-        node_rank: index of this machine.
-        address: address of machine 0.
-        port: port on machine 0; with a single machine, 0 for a free one.
+        port: with a single machine, 0 for a free one.
         names: names under which the user sets address, port and node rank, for error messages.
     """
 
@@ -86,15 +83,7 @@ def launch(
 ) -> tuple[dict[int, Any], int | None]:
     """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any.
 
-    Args:
-        entrypoint: a command or a function.
-        arguments: its arguments.
-        num_processes: number of processes on this machine.
-        place: where the machines meet.
-        folder: folder in which the processes write their failures.
-        start_method: how processes start, if ``entrypoint`` is a function.
-        numa_options: from :func:`numa_of`.
-        options: other options.
+    The processes write their failures in ``folder``; ``start_method`` is used if ``entrypoint`` is a function.
 
     Raises:
         OSError: the machines or the processes cannot meet.
@@ -109,7 +98,7 @@ def launch(
 
     options = options or Options()
     try:
-        with _quiet() if options.quiet else nullcontext(), _signals():
+        with _quiet() if options.quiet else nullcontext(), signals_restored():
             if place.num_nodes == 1:
                 # Torch elastic finds this server by its port and uses it, so no other program can take the port.
                 server = serve(TCPStore, place.address, place.port)
@@ -215,36 +204,26 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
-    """Restore the signal handlers that torch elastic replaces."""
+def signals_restored(handler: Callable[[int, Any], None] | None = None) -> Iterator[None]:
+    """Context that restores signal handlers on exit, such as those that torch elastic replaces.
+
+    Args:
+        handler: called on signals that would otherwise end this process silently.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if handler is not None and before[number] == signal.SIG_DFL:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-@contextmanager
-def handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call ``handler`` on signals that would otherwise end this process silently."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-    silent = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in silent:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in silent:
-            signal.signal(number, signal.SIG_DFL)
+        for number, old in before.items():
+            if old is not None:
+                signal.signal(number, old)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""Report page of a run, and comparison page of two runs. Needs no torch."""
+"""Report page of a run. Needs no torch."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from .. import messages
 from . import html_page as pages
 from .history import History, Points, Start
 from .html_page import Html, Section
+from .svg_charts import line_chart, pie, side_by_side
 
 #: Largest number of metric charts on a page; the table has the other values.
 MOST_CHARTS = 60
@@ -21,18 +22,14 @@ _DECADES = 1000.0
 _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<=.)_(step|epoch)(?=/|$)")
 
 
-def write(path: str | os.PathLike[str], histories: Sequence[History]) -> str:
-    """Write the page about one run or two runs atomically. Return its path."""
-    text = single(histories[0]) if len(histories) == 1 else pair(histories[0], histories[1])
+def write(path: str | os.PathLike[str], page: str) -> str:
+    """Write a page atomically. Return its path."""
     where = Path(path)
     where.parent.mkdir(parents=True, exist_ok=True)
     temporary = where.with_name(f".{where.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, where)
     return str(where)
-
-
-# ---- one run ---------------------------------------------------------------------------------------------------------
 
 
 def single(history: History) -> str:
@@ -41,9 +38,9 @@ def single(history: History) -> str:
     drawn = {name: points for name, points in curves.items() if name not in history.repeated_rates()}
     sections = [
         Section("How it went", [_ending(history), pages.table(overview(history).items())]),
-        Section("Curves", _charts(_grouped(drawn)) or ["Nothing was logged."]),
+        Section("Curves", charts(_grouped(drawn)) or ["Nothing was logged."]),
         Section("Values", [_values(curves)] if curves else []),
-        Section("Learning rate", [_line(history.rates(), "learning rate")]),
+        Section("Learning rate", [line(history.rates(), "learning rate")]),
         Section("Speed", _speed(history)),
         Section("Where the time went", _split(history)),
         Section("Checkpoints", [_checkpoints(history)]),
@@ -97,16 +94,18 @@ def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
     return groups
 
 
-def _charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
-    charts = [_line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
-    left = len(groups) - len(charts)
-    return [*charts, pages.paragraph(f"{left} more are in the table of values.")] if left else charts
+def charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
+    """Return a chart for each group, up to ``MOST_CHARTS``."""
+    drawn = [line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
+    left = len(groups) - len(drawn)
+    return [*drawn, pages.paragraph(f"{left} more are in the table of values.")] if left else charts
 
 
-def _line(series: Mapping[str, Points], what: str) -> Html:
+def line(series: Mapping[str, Points], what: str) -> Html:
+    """Return a line chart, logarithmic if the values span decades."""
     values = [y for points in series.values() for _, y in points if y == y]
     log = bool(values) and min(values) > 0 and max(values) / min(values) > _DECADES
-    return pages.line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
+    return line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
 
 
 def _speed(history: History) -> list[Html]:
@@ -114,9 +113,9 @@ def _speed(history: History) -> list[Html]:
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
         unknown = "The loader has no batch size, so only steps are counted."
-        return [_line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
+        return [line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
     each = speed["samples per second"] / speed["steps per second"]
-    return [_line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]
+    return [line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]
 
 
 def _values(curves: Mapping[str, Points]) -> Html:
@@ -130,11 +129,11 @@ def _values(curves: Mapping[str, Points]) -> Html:
 def _split(history: History) -> list[Html]:
     clock = history.clock
     rows = [(name, round(seconds, 3), f"{seconds / (history.seconds or 1):.1%}") for name, seconds in clock.items()]
-    pies = [pages.pie(clock, "the whole run")]
+    pies = [pie(clock, "the whole run")]
     whose = "" if len(history.starts) < 2 else ", the last start"
-    pies += [pages.pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
+    pies += [pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
     return [
-        pages.side_by_side(pies),
+        side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
             "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the end "
@@ -166,10 +165,11 @@ def _checkpoints(history: History) -> Html:
 def _settings(history: History) -> list[list[Any]]:
     """Return every argument and setting, non-default ones first."""
     rows = history.facts.get("settings", [])
-    return [[name, _shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
+    return [[name, shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a setting's value as text; nothing for None."""
     return "" if value is None else str(value)
 
 
@@ -219,89 +219,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-# ---- two runs --------------------------------------------------------------------------------------------------------
-
-
-def pair(a: History, b: History) -> str:
-    """Return a page that compares two runs side by side."""
-    names = titles(a, b)
-    each = dict(zip(names, (a, b), strict=True))
-    curves = {
-        name: {title: points for title, points in zip(names, found, strict=True) if points}
-        for name, found in sorted(_both(a.curves(), b.curves()).items())
-        if name not in a.repeated_rates() | b.repeated_rates()
-    }
-    rates = {f"{title}: {name}": points for title, one in each.items() for name, points in one.rates().items()}
-    steps = {title: one.speeds()[0] for title, one in each.items()}
-    differing = differences(a, b)
-    seen = [(name, *values) for name, values in _both(overview(a), overview(b)).items()]
-    sections = [
-        Section("How they went", [pages.table(seen, ("", *names))]),
-        Section("Speed", [pages.table(ratios(a, b), ("", *names, "B / A")), _line(steps, "steps per second")]),
-        Section("What differs", [pages.table(differing, ("", *names)) if differing else "No setting differs."]),
-        Section("Values", [pages.table(last_values(a, b), ("metric, last value", *names, "B - A"))]),
-        Section("Curves", _charts(curves) or ["Nothing was logged."]),
-        Section("Learning rate", [_line(rates, "learning rate")]),
-        Section("Where the time went", [pages.stacked_bars({t: one.clock for t, one in each.items()}, "s")]),
-    ]
-    lead = f"A: {a.path.resolve().parent}; B: {b.path.resolve().parent}"
-    return pages.page(" and ".join(names), sections, lead)
-
-
-def titles(a: History, b: History) -> tuple[str, str]:
-    """Return names for the two runs: the parts of their paths that differ."""
-    left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
-    while left and right and left[0] == right[0]:
-        left, right = left[1:], right[1:]
-    while left and right and left[-1] == right[-1]:
-        left, right = left[:-1], right[:-1]
-    return f"A: {'/'.join(left)}", f"B: {'/'.join(right)}"
-
-
-def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
-    """Return (name, A, B, B / A) for the speeds that both runs have, and for the time."""
-    left, right = a.speed(), b.speed()
-    rows = [(name, left[name], right[name], right[name] / left[name]) for name in left if name in right and left[name]]
-    if a.seconds:
-        rows.append(("seconds in total", a.seconds, b.seconds, b.seconds / a.seconds))
-    return rows
-
-
-def differences(a: History, b: History) -> list[tuple[str, str, str]]:
-    """Return what changed from A to B: settings, hyperparameters, environment, code."""
-    rows: list[tuple[str, str, str]] = []
-    for found in (_given, lambda one: one.hyperparameters, _placed, environment):
-        both = _both(found(a), found(b))
-        rows += [(name, _shown(x), _shown(y)) for name, (x, y) in both.items() if _shown(x) != _shown(y)]
-    return rows
-
-
-def last_values(a: History, b: History) -> list[tuple[Any, ...]]:
-    """Return (metric, last value of A, last value of B, difference)."""
-    rows = []
-    for name, (x, y) in sorted(_both(a.curves(), b.curves()).items()):
-        left, right = (points[-1][1] if points else None for points in (x, y))
-        rows.append((name, left, right, None if left is None or right is None else right - left))
-    return rows
-
-
-def _given(history: History) -> dict[str, Any]:
-    return {name: value for name, value, *_ in history.facts.get("settings", [])}
-
-
-def _placed(history: History) -> dict[str, Any]:
-    data = {**history.starts[-1].data} if history.starts else {}
-    for name in ("time", "checkpoints"):
-        data.pop(name, None)
-    return {
-        **history.facts.get("strategy", {}),
-        "seed": history.facts.get("seed"),
-        **data,
-        "module": history.facts.get("name"),
-    }
-
-
-def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])}

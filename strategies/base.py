@@ -37,11 +37,11 @@ class Strategy(Placement, Communication, State):
 
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
-    #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
+    #: Whether forward passes communicate, so that all ranks must run the same number of them, also in evaluation.
     communicates_forward: bool = False
-    #: Whether gradients are communicated, so that accumulating micro-batches should say when.
+    #: Whether gradients are communicated, so that an accumulating loop should call ``sync_gradients``.
     communicates_gradients: ClassVar[bool] = False
-    #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
+    #: Whether a step splits its batch into micro-batches.
     splits_batches: ClassVar[bool] = False
     #: The methods that a profiler times.
     timed: ClassVar[tuple[str, ...]] = (
@@ -57,19 +57,19 @@ class Strategy(Placement, Communication, State):
             torch.cuda.set_device(self.device)
 
     def for_another_module(self) -> Self:
-        """The same processes, device and precision, for one more module; after ``setup_environment``, on every rank.
+        """A strategy with the same processes, device and precision, for one more module.
 
-        Only for a strategy that holds no module itself.
+        Every rank must call this on a strategy that is set up and holds no module itself.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
 
     def places(self, module: nn.Module) -> bool:
-        """Whether :meth:`setup_module` should place a module; False if a device map has placed it already.
+        """Whether :meth:`setup_module` should place a module; False if a device map has already placed it.
 
         Raises:
-            RuntimeError: a device map has spread it, and this strategy cannot leave it there.
+            RuntimeError: a device map has placed it, and this strategy cannot use it that way.
         """
         spread = spread_in(module)
         if spread is None:
@@ -77,10 +77,10 @@ class Strategy(Placement, Communication, State):
         name, single = type(spread).__name__, self.world_size == 1 and not self.communicates_forward
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
-                f"{name} was spread by a device map (dispatch_model or load_checkpoint_and_dispatch), which is for one "
-                f"process that runs it as it is, not for {type(self).__name__} on {self.world_size} processes and "
-                f"{self.device}. To train it in parts, build it under init_empty_weights and fill it with "
-                "load_checkpoint_in_model under strategy='fsdp'."
+                f"{name} was spread by a device map (dispatch_model or load_checkpoint_and_dispatch), which works in "
+                f"a single process without other placement, not with {type(self).__name__} on {self.world_size} "
+                f"processes and {self.device}. To train it in shards, build it under init_empty_weights and fill it "
+                "with load_checkpoint_in_model under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # which such a model refuses
         messages.info_once(
@@ -92,14 +92,8 @@ class Strategy(Placement, Communication, State):
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
         """Read weights that were noted (see :mod:`.big_model.deferred_weights`), unless a checkpoint has brought them.
 
-        Called once the module is set up and a checkpoint's weights are in; every process must call.
-
-        Args:
-            module: the module that was set up.
-            required: everything must have values by now.
-
-        Raises:
-            RuntimeError: a tensor has none.
+        Every process must call this, once the module is set up and a checkpoint's weights are loaded. If ``required``,
+        a tensor without values is a RuntimeError.
         """
         if self.waiting.notes:
             all_or_none(partial(self.waiting.read, module), self.gather_objects)
@@ -107,11 +101,11 @@ class Strategy(Placement, Communication, State):
             self.waiting.check(module, self.gather_objects)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """A better error for one that is due to how the strategy works; None if there is none."""
+        """A better error for one that results from how this strategy works; None for others."""
         return None
 
     def teardown(self) -> None:
-        """Release what the strategy holds. Called once a run, also after an exception."""
+        """Release what the strategy holds. Called once a run, also after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Bind the methods in ``timed`` through a profiler's ``around`` for one run; None: as they are defined."""
@@ -124,31 +118,31 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+        """Say whether the next backward pass communicates: only that of a window's last micro-batch does."""
 
     def sync_next_backward(self) -> None:
-        """Let the next backward communicate gradients, although its forward ran with communication off."""
+        """Let the next backward pass communicate gradients, although its forward pass ran with communication off."""
         self.sync_gradients(True)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
-        """Communicate accumulated gradients that no further backward will communicate."""
+        """Communicate accumulated gradients that no later backward pass will communicate."""
 
     def left_gradients(self) -> bool:
-        """Whether the last backward failed to communicate its gradients. Asked once after each backward."""
+        """Whether the last backward pass failed to communicate its gradients. Called once after each."""
         return False
 
     def find_latecomers(self, module: nn.Module) -> None:
         """Look for parameters that were added or unfrozen since the module was wrapped. Called when a pass begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
-        """Context in which gradients stay with their process, whatever :meth:`sync_gradients` says."""
+        """Context in which gradients stay in their process, whatever :meth:`sync_gradients` says."""
         self._needs_whole_model("keep_gradients_local")
         return nullcontext()
 
     def joinable(self) -> Joinable | None:
-        """What :class:`torch.distributed.algorithms.Join` needs for ranks that have fewer batches than others.
+        """What :class:`torch.distributed.algorithms.Join` needs if some ranks have fewer batches than others.
 
-        None: backward communicates nothing.
+        None: backward passes communicate nothing.
         """
         self._needs_whole_model("joinable")
         return None
@@ -157,24 +151,25 @@ class Strategy(Placement, Communication, State):
         if self.communicates_gradients:
             raise NotImplementedError(
                 f"{type(self).__name__} has no {what}: its processes hold parts of one model and meet in every step, "
-                "so none can go on alone. Use strategy 'ddp', where each holds the whole model."
+                "so none can continue alone. Use strategy 'ddp', where each holds the whole model."
             )
 
     def measure_communication(self) -> None:
-        """Measure how long gradient communication takes, in the run that begins."""
+        """Measure in this run how long the communication of gradients takes."""
 
     def communication_seconds(self) -> dict[str, float] | None:
         """Seconds spent communicating gradients so far.
 
         Returns:
-            ``all``, the part that backward did not hide (``exposed``), and the number of ``steps``; None: not measured.
+            ``all``, the part that did not overlap with backward (``exposed``), and the number of ``steps``; None if not
+            measured.
         """
         return None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that; ``how`` runs it instead."""
+        """Run backward on a loss, shape (), scaled for fp16 if needed; ``how``, if given, runs it."""
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()
@@ -189,7 +184,7 @@ class Strategy(Placement, Communication, State):
             multiply_each_(grads, factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""
+        """Divide the gradients by fp16's loss scale; a second call before the step does nothing."""
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
@@ -207,7 +202,7 @@ class Strategy(Placement, Communication, State):
             self.clip_by_norm(parameters, float(value))
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients' total norm over all shards; return the norm before, a scalar tensor."""
+        """Clip the total norm of the gradients over all shards; return the norm before clipping, a scalar tensor."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -215,7 +210,7 @@ class Strategy(Placement, Communication, State):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """One step; returns False when fp16 found an overflow and left the weights as they were."""
+        """One step; False if fp16 found an overflow and left the weights unchanged."""
         return self.precision.optimizer_step(optimizer, closure)
 
     def requires_grad_changed(self) -> None:

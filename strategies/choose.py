@@ -1,9 +1,12 @@
-"""From names, options and settings to a Strategy. Every error about strategy, devices and nodes is raised here."""
+"""Make a Strategy from names, options and settings. Errors about strategies, devices and nodes are raised here."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, NoReturn
@@ -48,7 +51,7 @@ StrategyName = Literal[
     DeepSpeedName,
 ]
 
-#: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is asked for.
+#: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is used.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": ("ddp", "DDPStrategy", {}),
     "ddp_spawn": ("ddp", "DDPStrategy", {"start_method": "spawn"}),
@@ -77,8 +80,25 @@ SEVERAL |= {
 }
 
 
+@dataclass
+class Added:
+    """A strategy that the program itself has registered; see :mod:`.registry`."""
+
+    strategy: Callable[..., Any]
+    arguments: dict[str, Any]
+    description: str = ""
+
+    def load(self) -> Callable[..., Any]:
+        """What makes it."""
+        return partial(self.strategy, **self.arguments) if self.arguments else self.strategy
+
+
+#: By name.
+added: dict[str, Added] = {}
+
+
 def registered() -> dict[str, Any]:
-    """Strategies that installed packages offer through the entry point group ``paceline.strategies``, by name."""
+    """Strategies of the program, and of installed packages (entry point group ``paceline.strategies``), by name."""
     found: dict[str, Any] = {}
     for point in entry_points(group=ENTRY_POINTS):
         other = found.setdefault(point.name, point)
@@ -87,7 +107,7 @@ def registered() -> dict[str, Any]:
                 f"Two installed packages offer a strategy {point.name!r}: {other.value!r} and {point.value!r}. "
                 "Uninstall one, or pass the Strategy object."
             )
-    return found
+    return found | added
 
 
 def choose_strategy(
@@ -103,18 +123,18 @@ def choose_strategy(
     """The Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up yet.
 
     Args:
-        strategy: a name, or a Strategy, whose own device and precision then count.
-        accelerator: kind of device.
-        devices: how many or which, on this machine.
-        num_nodes: machines.
+        strategy: a name, or a Strategy with its own device and precision.
+        accelerator: the kind of device.
+        devices: how many devices of this machine, or which.
+        num_nodes: number of machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
-        options: arguments for a strategy that is chosen by name; with "auto" they say which one.
+        options: arguments for a strategy that is chosen by name; for "auto" they decide which one.
         environment: how the launcher tells a process its rank; None: found out.
 
     Raises:
         ValueError: an unknown name or a contradiction.
-        RuntimeError: this process was started as one of several, but the strategy has one.
+        RuntimeError: a launcher started several processes, but the strategy is for one.
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
@@ -163,7 +183,7 @@ def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_n
 
 
 def strategy_in(settings: Settings) -> Strategy | str:
-    """The strategy that ``use_fsdp`` and the like ask for, not placed yet; ``"auto"`` if any will do."""
+    """The strategy for ``use_fsdp`` and similar settings, not placed yet; ``"auto"`` if there are none."""
     options, cluster = options_in(settings), find_cluster()
     if cluster is not None:
         options.check_size(cluster.world_size)
@@ -172,13 +192,13 @@ def strategy_in(settings: Settings) -> Strategy | str:
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
-    """The strategy for several processes of this name in :data:`SEVERAL`, not placed yet; ``options`` win over it."""
+    """The strategy with this name in :data:`SEVERAL`, not placed yet; ``options`` replace its arguments."""
     file, kind, arguments = SEVERAL[name]
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
 
 def _name_for(name: str, options: Options) -> str:
-    """The name of the strategy that options and a name ask for together."""
+    """The name of the strategy that fits both a name and options."""
     wanted = options.wanted
     if name == "auto":
         return wanted or "auto"
@@ -202,8 +222,8 @@ def _by_name(
     if made is SingleDevice and several:
         if name != "auto":
             raise ValueError(
-                f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
-                "that strategy has one device. Leave one of them out."
+                f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: this "
+                "strategy has one device. Leave one of them out."
             )
         made = _make("ddp", precision, options)
     if isinstance(made, DistributedStrategy):
@@ -218,7 +238,7 @@ def _by_name(
 
 
 def _make(strategy: str, precision: Precision, options: Options) -> Any:
-    """A DistributedStrategy that is not placed yet, or what makes a strategy from a device and a precision."""
+    """A DistributedStrategy that is not placed yet, or a function of a device and a precision that makes a strategy."""
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
@@ -226,7 +246,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
     others = registered()
     if strategy in others:
         made = others[strategy].load()
-        if isinstance(made, type) and issubclass(made, DistributedStrategy):
+        kind = made.func if isinstance(made, partial) else made
+        if isinstance(kind, type) and issubclass(kind, DistributedStrategy):
             return made(precision=precision)
         return made
     if strategy == "dp":
@@ -236,8 +257,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}): Paceline runs on what torch itself drives, not on XLA devices. Choose "
-            "'auto' for the best device of this machine."
+            f"Trainer(strategy={strategy!r}): Paceline supports the devices that torch itself supports, not XLA "
+            "devices. Choose 'auto' to use the best device of this machine."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
     raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
@@ -247,7 +268,7 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
 
 
 def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.device]:
-    """The devices of this machine's processes, one each."""
+    """The devices of this machine's processes, one for each."""
     if cluster is None:
         return find_devices(1 if devices == "auto" and kind != "cuda" else devices, kind)
     started = cluster.local_world_size
@@ -279,7 +300,7 @@ def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrateg
 
 
 def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -> NoReturn:
-    """No machine can start processes on another one, unless a launcher is there."""
+    """Raise: only a launcher can start processes on other machines."""
     kind, method = type(strategy).__name__, strategy.start_method
     said = f"strategy={name!r}" if name in SEVERAL else f"{kind}(start_method={method!r})"
     instead = (
@@ -289,24 +310,24 @@ def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -
     )
     raise ValueError(
         f"Trainer(num_nodes={num_nodes}) asks for {num_nodes} machines, but {said} starts all processes from this one, "
-        f"and so on this machine only. Run the same script on each machine with {instead}, or start it there with "
-        "torchrun or `paceline launch`."
+        f"on this machine only. Run the same script on each machine with {instead}, or start it there with torchrun or "
+        "`paceline launch`."
     )
 
 
 def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
-    """Several processes that know nothing of each other would all train alone and write the same files."""
+    """Raise if a launcher started several processes: each would train alone and write the same files."""
     if cluster is not None and cluster.world_size > 1:
         raise RuntimeError(
             f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
-            f"Trainer(strategy={strategy}) has one process. Write strategy='ddp' or 'auto', or start one process "
-            f"(unset RANK and WORLD_SIZE if they are left over; RANK={os.environ.get('RANK')}, "
-            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')})."
+            f"Trainer(strategy={strategy}) is for one process. Write strategy='ddp' or 'auto', or start one process "
+            f"(if RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are left over from an "
+            "earlier launch, unset them)."
         )
 
 
 def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -> None:
-    """What a Strategy object brings may be repeated in other arguments, but not contradicted."""
+    """Raise if other arguments contradict a Strategy object."""
     name, device = type(strategy).__name__, strategy.device
     if accelerator != "auto" and find_kind(accelerator) != device.type:
         raise ValueError(
@@ -322,16 +343,12 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
         return
     found = find_devices(devices, device.type)
     here = strategy.world_size // strategy.num_nodes
-    one_of_them = device in found or (isinstance(devices, (int, str)) and not _lists(devices))
+    one_of_them = device in found or isinstance(devices, int) or (isinstance(devices, str) and "," not in devices)
     if len(found) != here or not one_of_them:
         raise ValueError(
             f"Trainer(devices={devices!r}) contradicts the {name} it was given, which is on {device}. "
             "Leave devices out."
         )
-
-
-def _lists(devices: int | str) -> bool:
-    return isinstance(devices, str) and "," in devices
 
 
 # ---- precision and other packages ------------------------------------------------------------------------------------
@@ -356,7 +373,7 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
-            f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} gave a "
-            f"{type(made).__name__}. It must name a subclass of paceline.strategies.Strategy."
+            f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} returned "
+            f"{messages.a(made)}. It must name a subclass of paceline.strategies.Strategy."
         )
     return made

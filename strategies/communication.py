@@ -34,7 +34,7 @@ class Communication:
     ``num_data_ranks`` and ``data_group``, for a strategy in which several processes see the same data.
     """
 
-    #: Says in words what the run is doing just now; set by whoever runs it.
+    #: Returns a text that says what the run is doing now; the run sets it.
     progress: Callable[[], str] = str
 
     # ---- the processes ---------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """How many processes run what, in words; empty for one process, and if the user has been told already."""
+        """How many processes run, and how; empty for a single process, and if the user already knows."""
         return ""
 
     @property
@@ -55,17 +55,17 @@ class Communication:
 
     @property
     def global_rank(self) -> int:
-        """This process among all, 0-based."""
+        """Index of this process among all, 0-based."""
         return 0
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its node, 0-based."""
+        """Index of this process among those on its machine, 0-based."""
         return 0
 
     @property
     def node_rank(self) -> int:
-        """This process's node, 0-based."""
+        """Index of this machine, 0-based."""
         return 0
 
     @property
@@ -75,69 +75,69 @@ class Communication:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process that writes files and speaks to the user."""
+        """Whether this process writes files and speaks to the user."""
         return self.global_rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this process sees, 0-based; processes that hold parts of one model see the same."""
+        """Index of the share of the data that this process sees; processes with parts of one model see the same."""
         return self.global_rank
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many shares the data are split."""
+        """Number of shares that the data are split into."""
         return self.world_size
 
     @property
     def data_group(self) -> Any:
-        """The process group in which each share of the data is seen once; None: all processes."""
+        """A process group in which each share of the data is seen once; None: all processes."""
         return None
 
     @property
     def host_group(self) -> Any:
-        """The process group that communicates between hosts, for a library that needs one; None: there is none."""
+        """The process group that communicates over the host; None if there is none."""
         return None
 
     def beside(self) -> Self:
-        """The same processes on a channel of their own, for a thread that communicates during the run.
+        """The same processes with a channel of their own, for a thread that communicates during the run.
 
-        Every process must call.
+        Every process must call this.
         """
         return self
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
-        """Reduce a tensor over all processes; the result has its shape and is on every process."""
+        """Reduce a tensor over all processes; each gets the result, which has the tensor's shape."""
         return tensor
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        """Stack the tensors of all processes in a new first dimension; a single process gets its data unchanged."""
         return data
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
-        """Every process's object, by rank, on every process."""
+        """Every process's object, by rank, on every process. Pickled over the host: for small objects."""
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return process ``src``'s object on every process."""
+        """Process ``src``'s object on every process."""
         return obj
 
     def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Process ``src``'s tensor on every process, from device to device; all pass one of that shape and dtype."""
+        """Process ``src``'s tensor on every process, from device to device; all pass the same shape and dtype."""
         return tensor
 
     def scatter_objects(self, objects: Sequence[T] | None) -> T:
-        """This process's entry of the list that process 0 passes, in which each has one. Pickled over the host."""
+        """This process's entry of process 0's list, which has one for each process. Pickled over the host."""
         if objects is None:
             raise ValueError("scatter_objects needs a list with an entry for each process from process 0.")
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait until every process is here; ``name`` appears in the error when one does not come."""
+        """Wait for every process; ``name`` appears in the error if one does not come."""
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value of a torchmetrics ``Metric`` over all processes; every process must call."""
+        """The value of a torchmetrics ``Metric`` over all processes; every process must call this."""
         return metric.compute()
 
     def before_evaluation(self, module: nn.Module) -> None:
@@ -146,7 +146,7 @@ class Communication:
     # ---- agreement -------------------------------------------------------------------------------------------------
 
     def agree(self, flag: bool, all: bool = False) -> bool:
-        """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
+        """Whether any of the processes (or ``all``) passes True. Runs over the host, without waiting for the device."""
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
@@ -154,18 +154,18 @@ class Communication:
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """What every process passed, by rank, if they differ; nothing if they are the same, at the cost of 16 bytes."""
+        """What each process passed, by rank, if they differ; an empty list if not, which costs 16 bytes."""
         return []
 
     def begin_run(self, run: Any) -> None:
-        """A run begins, in every process. Others may stop it through ``run``, a :class:`~.stop_agreement.Run`."""
+        """A run begins, in every process. Others can stop it through ``run``, a :class:`~.stop_agreement.Run`."""
 
     def is_told_to_stop(self) -> bool:
         """Whether another process has asked this run to stop."""
         return False
 
     def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """At which boundary all processes stop; see :meth:`.stop_agreement.StopVote.decide`."""
+        """The boundary at which all processes stop; see :meth:`.stop_agreement.StopVote.decide`."""
         return Stop(boundary, signum, (self.global_rank,))
 
     def reports(self) -> dict[int, str] | None:
@@ -173,4 +173,4 @@ class Communication:
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:
-        """An error ends the run: no longer wait for other processes, which may not have it."""
+        """An error ends the run: stop waiting for other processes, which may not have failed."""

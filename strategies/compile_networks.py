@@ -12,14 +12,14 @@ from .. import messages
 from ..torch_private import COMPILED_CALL, compiler_of, inside_compiled, is_compiled, plain_call
 from .recompile_watch import watch_compiling
 
-#: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
+#: For ``Trainer(compile=)``: the networks that steps call, the whole training step, or that step as a CUDA graph.
 Scope = Literal["networks", "step", "graphs"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def scope_of(settings: Any) -> str | None:
-    """What is to be compiled, one of :data:`SCOPES`; None for nothing."""
+    """The part to compile, one of :data:`SCOPES`; None for nothing."""
     if isinstance(settings, Mapping):
         scope = settings.get("scope", "networks")
         return None if settings.get("disable") and scope in ("step", "graphs") else scope
@@ -37,11 +37,8 @@ def arguments_of(settings: Any) -> dict[str, Any]:
 def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
     """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
 
-    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.
-
-    Args:
-        module: the TrainingModule.
-        settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, where there are any.
+    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph. ``settings`` is True or
+    arguments for ``torch.compile``; with ``regional`` only repeated blocks are compiled, if there are any.
     """
     watch_compiling()
     arguments = arguments_of(settings)
@@ -53,12 +50,7 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
 
 
 def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Compile in place the blocks that a list holds several of, which share one compilation; False: there are none.
-
-    Args:
-        module: the model.
-        settings: arguments for ``torch.compile``.
-    """
+    """Compile a model's repeated blocks in place, which share one compilation; returns False if there are none."""
     found: list[str] = []
     for name, holder in module.named_modules():
         blocks = list(holder.children()) if isinstance(holder, (nn.ModuleList, nn.Sequential)) else []
@@ -71,12 +63,7 @@ def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
 
 
 def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
-    """``module.compile(**settings)``, also for torch's own layers, whose frames torch does not compile by themselves.
-
-    Args:
-        module: its forward is compiled in place.
-        settings: arguments for ``torch.compile``.
-    """
+    """``module.compile(**settings)``, also for torch's own layers, which torch does not compile by themselves."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**settings)
         return
@@ -86,7 +73,7 @@ def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
 
-    # What is compiled is kept, and counted, by code object: one for all would reach torch's limit with a few layers.
+    # Torch counts compilations by code object: with one for all, a few layers would reach its limit.
     call.__code__ = call.__code__.replace(co_name=type(module).__name__)
     setattr(module, COMPILED_CALL, torch.compile(call, **settings))
 
@@ -109,7 +96,7 @@ def uncompiled(module: Any) -> Any:
     inner = inside_compiled(module)
     setattr(inner, COMPILED_CALL, compiler(plain_call(inner)))
     messages.info_once(
-        "A module wrapped by torch.compile was given: its forward is compiled in place, its steps stay Python. "
-        "Trainer(compile=True) also compiles the networks the steps call."
+        "The module is wrapped by torch.compile: its forward is compiled in place, its steps stay Python. "
+        "Trainer(compile=True) also compiles the networks that the steps call."
     )
     return inner

@@ -25,13 +25,13 @@ from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
 from ..processes.stop_agreement import Stop
-from ..processes.timings import timed
+from ..processes.timings import phase
 from ..torch_private import pytree
 from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .precision.base import Precision
+from .precision.base import Precision, parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -227,13 +227,19 @@ class DistributedStrategy(Strategy):
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes: each runs the command again and so arrives here again, or each calls the function."""
-        kind, count = self.device.type, len(self.devices)
+        kind, count, environment = self.device.type, len(self.devices), self._environment
+        if environment is not None and environment.local_rank() != 0:
+            raise RuntimeError(
+                f"{type(environment).__name__}.creates_processes_externally is False, so each process would start the "
+                f"others, but this is already one of several: its local_rank() is {environment.local_rank()}. Return "
+                "True where a launcher has started all of them."
+            )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, method, kind, self.numa)
 
-    @timed("joining the group")
+    @phase("joining the group")
     def setup_environment(self) -> None:
         self._stand(self._find_cluster())
         super().setup_environment()
@@ -413,10 +419,9 @@ class DistributedStrategy(Strategy):
             same_buffers(module, self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self.reduce(parameter.grad, "mean")
+        for parameter in parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = self.reduce(parameter.grad, "mean")
 
     # ---- communication: agreement ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Torch's optimizers over all parameters at once, where that is faster and gives the same bits."""
+"""Let torch's optimizers step all parameters at once, where that is faster and gives the same bits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-#: Optimizers whose ``foreach`` form makes the same bits on a CPU (a test compares them, option by option).
+#: Optimizers whose ``foreach`` form gives the same bits on a CPU (a test compares them for each option).
 SAME_BITS = (SGD, Adam, AdamW, RMSprop)
 SAME_BITS_IN = (torch.float32, torch.float64)
-#: Parameters in a group, at least: with fewer, sorting them by kind costs more than is gained.
+#: Minimum number of parameters in a group: with fewer, sorting them by kind costs more than is gained.
 FEWEST = 6
-#: Elements of a group of parameters, at most: with more, what it keeps in between no longer fits into the cache.
+#: Maximum number of elements of a group: with more, intermediate results do not fit into the cache.
 MOST_ELEMENTS = 2**18
 
 
 def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
-    """Choose ``foreach`` for small groups of parameters on a CPU, where torch would take one after the other.
+    """Choose ``foreach`` for small groups of parameters on a CPU, where torch would step one after the other.
 
-    With 12 parameters of 32 x 32 AdamW takes a quarter less. On GPUs torch chooses it by itself. What the user has set
-    (``foreach``, ``fused``) stays. ``fused`` is faster still, but rounds differently: the user may choose it. So
-    do 16 bits in ``foreach``, whose scalars have the tensors' precision.
-
-    A state of the optimizer does not tell: it is the same on every device and with every strategy.
+    With 12 parameters of 32 x 32, AdamW then takes a quarter less time. On GPUs torch chooses ``foreach`` itself. The
+    user's own choice of ``foreach`` or ``fused`` stays. ``fused`` is even faster, but rounds differently, and so does
+    ``foreach`` with 16-bit parameters. The optimizer's state does not contain the choice.
     """
     for optimizer in optimizers:
         open_to = all(group.get("foreach", True) is None for group in optimizer.param_groups)
@@ -35,7 +33,7 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _choose(optimizer: Optimizer) -> bool:
-    """Set ``foreach`` where it pays; whether it does anywhere."""
+    """Set ``foreach`` where it is faster; returns whether it is anywhere."""
     found = [group for group in optimizer.param_groups if _is_open(group) and _are_small(group["params"])]
     for group in found:
         group["foreach"] = True
@@ -52,7 +50,7 @@ def _leave_out(_: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _is_open(group: dict[str, Any]) -> bool:
-    """Whether the form of the step is torch's to choose; with a setting in a tensor it refuses ``foreach`` on a CPU."""
+    """Whether torch may choose the form of the step; with settings in tensors it refuses ``foreach`` on a CPU."""
     settings = (value for name, value in group.items() if name != "params")
     numbers = not any(
         isinstance(x, Tensor) for value in settings for x in (value if type(value) is tuple else (value,))

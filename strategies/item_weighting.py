@@ -1,4 +1,4 @@
-"""A window whose gradient is the mean over all its items: tokens, pixels, boxes, however they fall on micro-batches."""
+"""Accumulate the mean over all items (tokens, pixels, boxes) of a window, whatever their split over micro-batches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ if TYPE_CHECKING:
 
 
 class ItemWindow:
-    """Weighs the losses of a window's micro-batches by how many items each is the mean over.
+    """Weights the losses of a window's micro-batches by their numbers of items.
 
-    Each loss is multiplied by its items over a unit, a power of two; when the window is complete its gradients are
-    multiplied once by :meth:`finish`, and are then the mean over the items of all micro-batches on all ranks.
-
-    Args:
-        strategy: the ranks.
-        said: how the numbers came, for errors: ``"Net.training_step returned"``.
-
-    Attributes:
-        items: in the window so far, on this rank; a number or a scalar tensor.
-        unit: what the losses are weighed in; None before the first one.
+    Each loss is multiplied by its number of items, divided by ``unit``, a power of two. When the window is complete,
+    its gradients are multiplied by :meth:`finish`, which makes them the mean over all items of all ranks. ``items`` is
+    the window's number of items so far on this rank; ``said`` says where the numbers come from, for errors:
+    ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:
@@ -41,9 +35,9 @@ class ItemWindow:
         return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
-        """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ().
+        """The factor that turns the window's summed gradients into the mean over all items of all ranks, shape ().
 
-        Every rank must call; the window is empty afterwards.
+        Every rank must call this; the window is empty afterwards.
         """
         device = self.strategy.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -52,22 +46,22 @@ class ItemWindow:
         return final_factor(total, self.unit)
 
     def state_dict(self) -> dict[str, Any]:
-        """The items of the window under way and the unit they are weighed in, as plain data."""
+        """The number of items of the unfinished window and the unit, as plain data."""
         items = self.items.detach().cpu() if isinstance(self.items, Tensor) else self.items
         return {"items": items, "unit": self.unit}
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Take back :meth:`state_dict`; without a window under way, only the unit."""
+        """Restore :meth:`state_dict`; only the unit if there is no unfinished window."""
         self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]
             self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
 
     def _unit_of(self, items: Any) -> float:
-        """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
+        """A power of two near the first batch's items: keeps weighted losses in fp16's range, without rounding."""
         first = float(items)
         if not 0 <= first < math.inf:
-            raise ValueError(f"{self.said} num_items={first}. Give how many items the mean is over, 0 or more.")
+            raise ValueError(f"{self.said} num_items={first}. It must be the number of items of the mean, 0 or more.")
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 
 

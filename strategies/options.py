@@ -1,4 +1,4 @@
-"""What plugins, handlers and settings say about a strategy, as arguments of the strategy classes."""
+"""Arguments of the strategy classes from plugins, handlers and settings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..settings import Settings
 from .deepspeed.settings import DeepSpeedSettings
 from .fsdp.settings import FSDPSettings
 
-#: Dimensions of a mesh in plugins and settings, and the arguments of ModelParallelStrategy for them.
+#: Dimensions of a mesh in plugins and settings, with their arguments of ModelParallelStrategy.
 SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments for each class of strategies; None: nothing was said about it.
+    """Arguments for each class of strategies; None if the user gave none.
 
     Attributes:
-        fsdp: of FSDPStrategy.
-        deepspeed: of DeepSpeedStrategy.
-        mesh: of ModelParallelStrategy; the product of its sizes is the number of processes.
-        ddp: of DDPStrategy.
-        process_group: of every strategy for several processes.
+        fsdp: for FSDPStrategy.
+        deepspeed: for DeepSpeedStrategy.
+        mesh: for ModelParallelStrategy; the product of its sizes is the number of processes.
+        ddp: for DDPStrategy.
+        process_group: for every strategy for several processes.
         written: for each of these, what the user wrote, for errors.
     """
 
@@ -40,13 +40,13 @@ class Options:
         if self.deepspeed is not None and (self.fsdp is not None or self.mesh is not None):
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed spreads the model itself. "
+                f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
                 "Leave one out (use_deepspeed, use_fsdp and use_parallelism_config of the settings count too)."
             )
 
     @property
     def given(self) -> str:
-        """Everything the user wrote; empty if there is nothing."""
+        """Everything that the user wrote; may be empty."""
         return " and ".join(text for name, text in self.written.items() if getattr(self, name) is not None)
 
     @property
@@ -56,7 +56,7 @@ class Options:
 
     @property
     def wanted(self) -> str | None:
-        """Name of the strategy that these options need; None: any will do."""
+        """The name of the strategy that these options need; None for any."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"
@@ -65,7 +65,7 @@ class Options:
         return "fsdp" if self.fsdp is not None or mesh.get("data_parallel_shard", 1) > 1 else None
 
     def arguments(self, name: str, kind: str) -> dict[str, Any]:
-        """The arguments of the strategy with this name and class; says once which options have no effect on it."""
+        """The arguments of the strategy with this name and class; a message names options without effect."""
         if self.ddp is not None and kind != "DDPStrategy":
             messages.info_once(
                 f"{self.written['ddp']} has no effect with strategy {name!r}, which does not use "
@@ -86,10 +86,10 @@ class Options:
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if anything was said, since this strategy takes no options."""
+        """Raise if there are options, which this strategy does not take."""
         if self.given:
             raise ValueError(
-                f"{self.given} cannot change strategy {strategy}. Give the strategy object these arguments, or leave "
+                f"{self.given} cannot change strategy {strategy}. Pass these arguments to a Strategy object, or leave "
                 "strategy out."
             )
 
@@ -98,27 +98,23 @@ class Options:
         if self.mesh is not None and self.size != num_processes:
             raise ValueError(
                 f"{self.written['mesh']} asks for {self.size} processes, but the number of processes is "
-                f"{num_processes}. Change a size, or start as many: paceline launch --num_processes {self.size} ..."
+                f"{num_processes}. Change a size, or run: paceline launch --num_processes {self.size} ..."
             )
 
 
 def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
-    """The arguments of ModelParallelStrategy for sizes by dimension; ``written``: what the user wrote, for errors.
-
-    Raises:
-        NotImplementedError: sequences are split.
-    """
+    """The arguments of ModelParallelStrategy for sizes by dimension; ``written``: what the user wrote, for errors."""
     if sizes["cp"] > 1 or sizes["sp"] > 1:
         raise NotImplementedError(
-            f"{written} splits sequences, so that a model returns a part of each, while the loss is computed outside "
-            "of it, on whole ones. Write Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step has "
-            "both inside, or leave cp_size and sp_size out."
+            f"{written} splits sequences, so the model returns a part of each, but the loss outside the model needs "
+            "whole ones. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step contains both, "
+            "or leave cp_size and sp_size out."
         )
     return {argument: sizes[dim] for dim, argument in SIZES.items()}
 
 
 def options_in(settings: Settings) -> Options:
-    """What ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config`` ask for, with the settings of each."""
+    """The options for ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config``, with the settings of each."""
     written = {"fsdp": "use_fsdp", "deepspeed": "use_deepspeed", "mesh": "use_parallelism_config"}
     found: dict[str, Any] = {
         name: kind().filled(settings).options()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..big_model.deferred_weights import Waiting
+from ..big_model.empty_init import no_initial_values
 from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision
@@ -32,7 +33,7 @@ class Placement:
         precision: dtypes and loss scaling; full float32 if None.
     """
 
-    #: Weights of the module set up last that have no values yet; each module that is set up gets a new one.
+    #: Weights without values of the module that was set up last; each module that is set up gets a new object.
     waiting: Waiting = Waiting()
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
@@ -52,30 +53,32 @@ class Placement:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices used by the processes on this machine, one each; on the CPU 0, 1, ..."""
+        """Indices of the devices of this machine's processes, one each; on the CPU 0, 1, ..."""
         return [self.device.index or 0]
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Context that creates layers on this strategy's device, in the precision's dtype."""
         return self.precision.init_context(self.device)
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """:meth:`init_context`, for tensors."""
-        return self.init_context()
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """:meth:`module_init_context`, for tensors."""
+        return self.module_init_context(empty_init)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """:meth:`init_context`, or with ``empty_init`` :meth:`empty_init_context`."""
         return self.empty_init_context() if empty_init else self.init_context()
 
-    def empty_init_context(self) -> AbstractContextManager[Any]:
-        """Context that creates layers without memory; they get it when they are set up."""
-        raise NotImplementedError(
-            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
-            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
-        )
+    @contextmanager
+    def empty_init_context(self) -> Iterator[None]:
+        """Context that creates layers without drawing their initial values, for weights that will be loaded.
+
+        By default they get memory, which holds whatever was there. A strategy that shards creates them without memory.
+        """
+        with self.init_context(), no_initial_values():
+            yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module's dtype, bring it to the device, and shard it if the strategy shards.
+        """Convert the module's dtype, move it to the device, and shard it if the strategy shards.
 
         Layers without memory get memory and their initial values.
         """
@@ -92,25 +95,24 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
+        """If ``synchronize``, let batch norms use the batches of all processes. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
-        """Return what the loop calls in place of a module's bound step. Called once, when the run starts.
+        """Return what the loop calls in place of a module's step. Called once, when the run starts.
 
         Args:
             step: ``module.training_step``, ``validation_step``, ...
-            wrapped: what :meth:`wrap_for_training` returned, in a fit; a wrapper that must see the forward pass routes
-                it here.
+            wrapped: the result of :meth:`wrap_for_training`, in a fit.
             training: whether it is the training step.
         """
         return self.precision.bind_forward(step)
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
+        """Return the optimizers to use, given the user's; existing state moves to the device."""
         self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
             move_optimizer_state(optimizer, self.device)
@@ -118,12 +120,12 @@ class Placement:
         return optimizers
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
-        """Return what brings a batch to the device and the precision's input dtype; None if there is nothing to do."""
+        """The function that moves a batch to the device and the precision's input dtype; None if nothing must move."""
         return mover(self.device, self.precision.input_dtype)
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Bring optimizer state to ``device``; a ``step`` counter that lives on the CPU on purpose stays there."""
+    """Move optimizer state to ``device``, except for ``step``, which torch keeps on the CPU on purpose."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device != device and key != "step":

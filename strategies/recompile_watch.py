@@ -1,4 +1,4 @@
-"""What compiling costs: how long it took, and which argument makes torch compile again and again."""
+"""The cost of torch.compile: how long it takes, and what makes torch compile a function many times."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from time import perf_counter
 from typing import Any
 
 from .. import messages
+from ..torch_private import on_compiling, recompilations
 
-#: Recompilations of one function from which on a warning gives their reason.
+#: Number of recompilations of a function after which a warning gives the reason.
 MANY = 4
-#: Shorter compilations are not worth a line, in seconds.
+#: Shorter compilations are not reported, in seconds.
 WORTH_SECONDS = 0.5
 _FUNCTION = re.compile(r"Recompiling function (\S+)")
 _SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
-#: What held when torch compiled last, with the line that reads it.
+#: A condition that held when torch compiled last, with the line that reads it.
 _GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 
 
 class CompileWatch(logging.Handler):
     """Counts what torch.compile does in this process.
 
-    Attributes:
-        seconds: spent compiling, all together.
-        compilations: graphs made.
-        recompilations: by function, as torch names it.
-        reasons: why the last one of each was.
-        last_reason: why the last one of all was.
+    ``recompilations`` and ``reasons`` are by torch's name of the function; ``seconds`` is the total time of
+    compilations.
     """
 
     def __init__(self) -> None:
@@ -45,18 +42,18 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """It is over. The first long one is reported, so that nobody takes it for a slow step."""
+        """A compilation ends. The first long one is reported, so that the user does not take it for a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s for a graph. The time of that step says nothing about the others.",
+                f"torch.compile took {took:.1f} s for a graph. Other steps do not take as long.",
                 key="compiling takes time",
             )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Torch compiles a function again, and says why."""
+        """Torch logs that it compiles a function again, and why."""
         text = record.getMessage()
         found = _FUNCTION.search(text)
         if found is None:
@@ -66,14 +63,14 @@ class CompileWatch(logging.Handler):
         reason = self.last_reason = self.reasons[name] = reason_in(text)
         if self.recompilations[name] >= MANY:
             messages.warn_once(
-                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each time costs as much as "
+                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each time takes as long as "
                 f"the first, and torch gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
                 key=f"recompiles {name}",
             )
 
 
 def reason_in(text: str) -> str:
-    """Why torch compiles again, from its explanation: a size that changed, or else the first condition that failed."""
+    """The reason in torch's explanation: a size that changed, or otherwise the first condition that failed."""
     size, guard = _SIZE.search(text), _GUARD.search(text)
     said = size.group(0) if size else guard.group(1) if guard else text.splitlines()[-1].strip(" -")
     return " ".join(said.replace("self.forward.__self__", "self").split())
@@ -82,28 +79,20 @@ def reason_in(text: str) -> str:
 def advice_for(reason: str) -> str:
     """What to do about a reason to compile again."""
     if _SIZE.search(reason):
-        return (
-            "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for changing shapes "
-            "(dynamic=True)."
-        )
-    return (
-        "Change and read this outside the compiled code: collect values in a hook such as on_train_batch_end, or "
-        "self.log them."
-    )
+        return "Use batches of few shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
+    return "Change and read it outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
 
 
 _watch = CompileWatch()
 
 
 def watch_compiling() -> CompileWatch:
-    """Watch what torch.compile does from here on; costs nothing where nothing is compiled."""
-    from ..torch_private import on_compiling, recompilations
-
+    """Watch torch.compile from now on, which costs nothing without compilations."""
     on_compiling(_watch.begin, _watch.end)
     reasons = recompilations()
     if _watch not in reasons.handlers:
         if not reasons.isEnabledFor(logging.DEBUG) or reasons.level == logging.NOTSET:
             reasons.setLevel(logging.DEBUG)
-            reasons.propagate = False  # torch's own lines are for who asked for them (TORCH_LOGS=recompiles)
+            reasons.propagate = False  # torch's log is only shown if it is enabled (TORCH_LOGS=recompiles)
         reasons.addHandler(_watch)
     return _watch

@@ -33,38 +33,38 @@ class State:
 
     @contextmanager
     def states_in_parts(self) -> Iterator[bool]:
-        """Within, the states below may have tensors in parts (DTensor), which each process writes; says whether."""
+        """Context in which states may contain DTensors, of which each process writes its shards; yields whether."""
         yield False
 
     def room_for(self, empty: Tensor) -> Tensor:
-        """Memory for this process's part of a checkpoint's tensor, which is given on the meta device."""
+        """Memory for this process's part of a checkpoint's tensor, given as a tensor on the meta device."""
         return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The unwrapped module's ``state_dict``, whole. Every process must call; only rank 0 may get it."""
+        """The complete ``state_dict`` of the unwrapped module. All processes must call this; only rank 0 may get it."""
         return module.state_dict()
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a whole ``state_dict`` into the unwrapped module."""
+        """Load a complete ``state_dict`` into the unwrapped module."""
         self.waiting.restored(state)
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, whole."""
+        """The complete state of the optimizer."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole optimizer state and move it to where its parameters are."""
+        """Load the complete state of an optimizer and move it to the device of its parameters."""
         optimizer.load_state_dict(state)
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """This process's gradients that wait for an optimizer step, by parameter, on the CPU; None: not supported."""
+        """This process's gradients of an unfinished window, by parameter name, on the CPU; None: not supported."""
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return {name: grad.detach().cpu() for name, grad in grads.items()}
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take back :meth:`window_gradients`. Every process must call."""
+        """Restore :meth:`window_gradients`. Every process must call this."""
         for name, parameter in module.named_parameters():
             if name in state:
                 parameter.grad = state[name].to(parameter.device)

@@ -1,7 +1,8 @@
 """Which cells of a large matrix this run takes: ``make test`` takes a share that moves on with every landing.
 
 Landings (commits of the first line of parents) in a row take one share after the other, so ten take all cells.
-``make test-all`` takes all at once, ``--rotation N`` those of one landing.
+``make test-all`` takes all at once, ``--rotation N`` those of one landing. The tests that are marked ``rotates(runs)``,
+because they are costly, form such a matrix too. Nothing is left out where single files are run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[VARIABLE] = str(asked % PERIOD)
     else:
         os.environ.setdefault(VARIABLE, str(_landings() % PERIOD))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the marked tests of other runs, where all tests are asked for."""
+    if Path(__file__).parent not in [Path(config.invocation_params.dir, argument) for argument in config.args]:
+        return
+    marked: dict[int, list[pytest.Item]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("rotates"):
+            marked.setdefault(mark.args[0], []).append(item)
+    others: set[pytest.Item] = set()
+    for runs, cells in marked.items():
+        cells.sort(key=lambda item: item.nodeid)
+        others |= set(cells).difference(share(cells, runs))
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_report_header() -> str:

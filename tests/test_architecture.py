@@ -243,9 +243,53 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
     return next((found for node in sorted(graph) if (found := visit(node, []))), None)
 
 
+#: Types that the files of their room may name for the type checker without counting as part of a cycle.
+ESSENTIAL = {
+    "trainer.trainer": "users hold a Trainer, and its modules and callbacks are handed to it",
+    "trainer.run": "a Run hands itself to the parts that it makes",
+}
+#: Files that may know each other, at most, if imports for the type checker count too.
+MOST_TOGETHER = 3
+
+
+def test_few_files_of_a_room_know_each_other_even_for_the_type_checker() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for i in IMPORTS:
+        essential = i.typing and i.target in ESSENTIAL
+        if i.own and not essential and room(i.source) == room(i.target) and i.target != i.source:
+            graph[i.source].add(i.target)
+    assert not [together for together in components(graph) if len(together) > MOST_TOGETHER]
+
+
+def components(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that all lead to each other, the largest such groups."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        path.append(node)
+        for target in sorted(graph[node]):
+            if target not in order:
+                visit(target)
+            if target in path:
+                lowest[node] = min(lowest[node], lowest[target])
+        if lowest[node] == order[node]:
+            found.append(sorted(path[path.index(node) :]))
+            del path[path.index(node) :]
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return found
+
+
 def test_the_cycle_finder_finds_a_cycle() -> None:
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    assert components({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == [["d"], ["b", "c"], ["a"]]
 
 
 def test_the_package_imports_itself_relatively() -> None:

@@ -19,7 +19,7 @@ import paceline
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders of the repository that are not the package.
-BESIDE = {"tests", "examples", "benchmarks", "docs", "build"}
+BESIDE = {"tests", "examples", "benchmarks", "clients", "docs", "build"}
 ROOMS = tuple(
     path.name for path in sorted(ROOT.iterdir()) if (path / "__init__.py").exists() and path.name not in BESIDE
 )

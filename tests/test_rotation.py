@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import rotation
 from faults.test_strikes import CELLS, CELLS_OF_RUNS
@@ -18,7 +25,7 @@ def test_any_runs_in_a_row_take_every_cell_once(runs: int, monkeypatch: pytest.M
         assert sorted(taken) == list(range(37))
 
 
-def test_ten_runs_in_a_row_strike_every_way_to_train_and_five_compare_every_cell_of_the_parity(
+def test_ten_runs_in_a_row_strike_every_way_to_train_and_compare_every_cell_of_the_parity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     everything = [str(one.id) for one in cells()]
@@ -26,6 +33,32 @@ def test_ten_runs_in_a_row_strike_every_way_to_train_and_five_compare_every_cell
     for number in range(rotation.PERIOD):
         monkeypatch.setenv(rotation.VARIABLE, str(number))
         struck |= set(rotation.share(CELLS_OF_RUNS))
-        compared += [str(one.id) for one in rotation.share(cells(), 5)] if number < 5 else []
+        compared += [str(one.id) for one in rotation.share(cells())]
     assert struck == set(CELLS)
     assert sorted(compared) == sorted(everything)
+
+
+def test_a_marked_test_is_left_out_only_where_all_tests_are_asked_for_and_two_runs_take_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    shutil.copy(rotation.__file__, tests)
+    (tests / "conftest.py").write_text("pytest_plugins = ['rotation']\n")
+    (tests / "test_some.py").write_text(
+        "import pytest\n\n@pytest.mark.rotates(2)\n@pytest.mark.parametrize('n', range(5))\n"
+        "def test_costly(n): pass\n\ndef test_cheap(): pass\n"
+    )
+    monkeypatch.delenv(rotation.VARIABLE)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:random_order"]
+    environment = os.environ | {"PYTHONPATH": str(tests)}
+
+    def ran(*arguments: str) -> list[str]:
+        done = subprocess.run([*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return sorted(set(re.findall(r"::(test_\S+)", done.stdout)))
+
+    everything = ["test_cheap", *(f"test_costly[{n}]" for n in range(5))]
+    one, other = ran("tests", "--rotation", "3"), ran("tests", "--rotation", "4", "-n", "2")
+    assert sorted(one + other) == ["test_cheap", *everything]
+    assert ran("tests/test_some.py", "--rotation", "3") == everything

@@ -1,24 +1,24 @@
-"""Checks of the arguments of ``Trainer(...)`` and its methods: single values, and contradictions."""
+"""The arguments of ``Trainer(...)`` and its entry points: checks of single values, and of contradictions."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from .. import messages, profilers
 from ..callbacks.timer import to_timedelta
 from ..checkpoint import storage
+from ..checkpoint.restore import PARTS
 from ..profilers.base import PassThroughProfiler, Profiler
 from ..strategies.compile_networks import SCOPES, scope_of
-
-if TYPE_CHECKING:
-    from .trainer import Request
+from .states import TrainerFn
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -271,6 +271,28 @@ def check_barebones(**given: Any) -> None:
 
 
 # ---- entry points ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """What an entry point was asked to do.
+
+    Attributes:
+        again: the run restarts from one of its own checkpoints, and its loggers continue.
+        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and starts from no checkpoint.
+    """
+
+    fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
+    module: Any
+    datamodule: Any = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    ckpt_path: Any = None
+    keep_predictions: bool = False
+    gather: bool = False
+    weights_only: bool | None = None
+    restore: tuple[str, ...] = PARTS
+    again: bool = False
+    trial: bool = False
 
 
 def check_request(running: str | None, request: Request) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import sharded_folder, storage
-from ..checkpoint.checkpoint_io import CheckpointIO
+from ..checkpoint.checkpoint_io import AsyncCheckpointIO, CheckpointIO
 from ..checkpoint.plain_data import plain
 from ..checkpoint.snapshot import Buffers, size_bytes
-from ..processes.timings import timed
+from ..processes.timings import phase
 from . import phases
 from .checkpoint_contents import gather
 from .profiling import timed_in_run
@@ -78,7 +78,7 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     @timed_in_run("save_checkpoint")
-    @timed("saving a checkpoint")
+    @phase("saving a checkpoint")
     def save(
         self,
         paths: Sequence[str | Path],
@@ -103,7 +103,7 @@ class Saver:
         """
         self.wait()
         self._claim(paths)
-        checkpoint, in_parts = self._gathered(weights_only)
+        checkpoint, in_parts = self.gathered(weights_only)
         strategy, io = self._run.holder, self._run.trainer.checkpoint_io
         if background is not False and io.in_background is not None and not in_parts:
             background = io.in_background
@@ -113,6 +113,8 @@ class Saver:
         if background:
             strategy = strategy.beside() if in_parts else strategy
             checkpoint = self._copied(checkpoint) if in_parts or strategy.is_global_zero else {}
+        if type(io) is AsyncCheckpointIO:  # the copy and the thread are here
+            io = io.checkpoint_io
         self._write = _Write(checkpoint, paths, storage_options, in_parts, io, strategy, after, settled)
         if not background:
             self._write.run()
@@ -137,7 +139,8 @@ class Saver:
                 folder.mkdir(parents=True, exist_ok=True)
         self._run.claims.take(map(str, folders))
 
-    def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
+    def gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
+        """The checkpoint of the run as it is now, and whether its tensors are in parts. Every rank must call."""
         run = self._run
         run.metrics.drain()
         for logger in run.trainer.loggers if run.strategy.is_global_zero else []:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
@@ -19,6 +22,9 @@ from ..loggers.base import DummyLogger, Logger
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+
+#: Groups of entry points. Each names a function without arguments that returns a callback or a list of them.
+ENTRY_POINTS = ["paceline.callbacks"]
 
 #: Switches of the Trainer, with the kind of callback that each adds.
 SWITCHED: dict[str, type[Callback]] = {
@@ -73,6 +79,8 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
     """The user's callbacks and the defaults, in call order."""
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
+    if not trainer.barebones:
+        found += [brought for brought in _from_packages() if not any(type(c) is type(brought) for c in found)]
     for name, kind in SWITCHED.items():
         wanted = getattr(trainer, name) is not False and not trainer.barebones
         if wanted and not any(isinstance(c, kind) for c in found):
@@ -91,6 +99,30 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         )
     check_state_keys(found)
     return order(found)
+
+
+def _from_packages() -> list[Callback]:
+    """The callbacks that installed packages add to every Trainer; a user's own of the same class replaces one."""
+    found: list[Callback] = []
+    for point in _points(tuple(ENTRY_POINTS), tuple(sys.path)):
+        made = point.load()()
+        made = [made] if isinstance(made, Callback) else list(made)
+        wrong = [one for one in made if not isinstance(one, Callback)]
+        if wrong:
+            raise TypeError(
+                f"The entry point {point.name!r} ({point.value}) of the group {point.group!r} returned {wrong[0]!r}, "
+                "which is not a Callback. Uninstall the package that brings it, or report this to its authors."
+            )
+        names = messages.names((type(one).__name__ for one in made), last="and")
+        messages.info_once(f"The entry point {point.name!r} ({point.value}) adds {names} to the callbacks.")
+        found += made
+    return found
+
+
+@functools.cache
+def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
+    """The entry points of installed packages; searched once for each ``sys.path``, because that takes a while."""
+    return [point for group in groups for point in entry_points(group=group)]
 
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:

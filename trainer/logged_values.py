@@ -12,7 +12,7 @@ from .. import messages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .metric_records import Record
+    from .metric_reductions import Record
     from .metrics import MetricStore
 
 Value = TypeVar("Value")
@@ -50,7 +50,25 @@ class LoggedValues(dict[str, Value]):
         return OrderedDict, (), None, None, iter(self.items())  # which torch.load(weights_only=True) takes
 
 
-def callback_values(store: MetricStore) -> LoggedValues[Tensor]:
+class CallbackValues(LoggedValues["Tensor"]):
+    """``trainer.callback_metrics``. What is set in it can be monitored too, until a value of that name is logged."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: MetricStore, why: Callable[[LoggedValues[Tensor], str], str]) -> None:
+        super().__init__(store.callback_metrics(), why)
+        self._store = store
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, value)
+        self._store.give(name, value)
+
+    def update(self, *args: Any, **kwargs: Tensor) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def callback_values(store: MetricStore) -> CallbackValues:
     """``trainer.callback_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
@@ -59,7 +77,7 @@ def callback_values(store: MetricStore) -> LoggedValues[Tensor]:
         of_step = record.on_step and name == record.step_key
         return "a step's value of an evaluation, which is for the loggers only" if of_step and stage != "train" else ""
 
-    return LoggedValues(store.callback_metrics(), partial(_why, store, held_back))
+    return CallbackValues(store, partial(_why, store, held_back))
 
 
 def bar_values(store: MetricStore) -> LoggedValues[float]:

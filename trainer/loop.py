@@ -54,7 +54,7 @@ class FitLoop:
         self.log_every = run.trainer.log_every_n_steps
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
-        self.hand_steps = HandSteps(run, self)
+        self.hand_steps = HandSteps(run)
         run.fit = self
         self.profiler = run.trainer.profiler
         self.validate = self.profiler.around("run_validation", self.validation.validate)
@@ -242,12 +242,19 @@ class FitLoop:
         self.resumed = None
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
-    def fetched_ahead(self) -> dict[str, Any]:
-        """What a checkpoint keeps so that the prefetched batch is fetched again unchanged."""
+    def place_in_data(self) -> dict[str, Any]:
+        """This rank's position in the data for a checkpoint; the prefetched batch is fetched again unchanged."""
+        if self.resumed is not None:
+            return self.resumed.place_in_data()
         batches = None if self.state.epoch_done else self._fetched
-        if batches is None or batches.exhausted:
-            return {"ended": batches is not None}
-        return batches.before_ahead or {}
+        ended = batches is not None and batches.exhausted
+        ahead = {} if batches is None or ended else batches.before_ahead or {}
+        return {
+            "random_at_epoch_start": self.at_epoch_start,
+            "ended": ended,
+            "random_before_fetch": ahead.get("random"),
+            "loader": ahead.get("loader"),
+        }
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
         """Do what follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import messages
 from ..loggers.values import words_in
@@ -15,7 +15,6 @@ from ..strategies.item_weighting import ItemWindow
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
-    from .module import TrainingModule
 
 
 class LossReader:
@@ -27,7 +26,7 @@ class LossReader:
         by_items: ``training_step`` returns ``num_items``, which weigh losses in ``window``.
     """
 
-    def __init__(self, module: TrainingModule, strategy: Strategy, together: bool = False) -> None:
+    def __init__(self, module: nn.Module, strategy: Strategy, together: bool = False) -> None:
         self.owner = f"{type(module).__name__}.training_step"
         self.strategy = strategy
         self.together = together

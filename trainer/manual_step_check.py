@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from ..torch_private import takes_step_hooks
 
 if TYPE_CHECKING:
-    from .loop import FitLoop
     from .run import Run
 
 #: Updates of a fit after which its optimizers are no longer watched.
@@ -52,8 +51,8 @@ class HandSteps:
     Those that ``self.optimizers()`` returns always raise.
     """
 
-    def __init__(self, run: Run, loop: FitLoop) -> None:
-        self.run, self.loop = run, loop
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.left = UPDATES
         self._hooks: list[Any] = []
 
@@ -66,7 +65,8 @@ class HandSteps:
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # A fit that an error ends before its first updates leaves this on the optimizer.
-            if self.loop is self.run.fit and self.run.trainer.training and not managed.expected:
+            fit = self.run.fit
+            if fit is not None and fit.hand_steps is self and self.run.trainer.training and not managed.expected:
                 raise stepped(self.run.module)
 
         def counted(*args: Any) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of, conflicting_sizes
-from .hooks import calling_hook
-from .metric_records import MetricRecord, Options, Record, Table, as_tensor, make_record
+from .hook_names import calling_hook
+from .metric_reductions import MetricRecord, Options, Record, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
 from .shared_step_values import Sharing
 
@@ -254,6 +254,10 @@ class MetricStore:
                 value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
+
+    def give(self, name: str, value: Tensor | float) -> None:
+        """Let callbacks monitor a value that ``self.log`` did not log."""
+        self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values logged with ``prog_bar=True``, as numbers. On an accelerator possibly one refresh old."""

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of
-from .metric_records import Options, Table, check_value, not_synced, reduction_of, taken
+from .metric_reductions import Options, Table, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
-    from .module import TrainingModule
 
 
 class Logged(NamedTuple):
@@ -34,7 +33,7 @@ class Logged(NamedTuple):
 class JoiningStep:
     """A step that is called with micro-batches; keeps what it logs."""
 
-    def __init__(self, step: Callable[..., Any], name: str, module: TrainingModule, store: MetricStore) -> None:
+    def __init__(self, step: Callable[..., Any], name: str, module: nn.Module, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
         #: Whether every rank needs what the step returns.
         self.returns = name == "predict_step"

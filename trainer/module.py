@@ -18,8 +18,9 @@ from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
+from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
-from .metric_records import Group, Options
+from .metric_reductions import Group, Options
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -351,14 +352,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         strategy = self.trainer.strategy
         raw = getattr(optimizer, "optimizer", optimizer)
         strategy.unscale_gradients(raw)
-        parameters = [p for group in raw.param_groups for p in group["params"]]
-        strategy.clip(parameters, gradient_clip_val, gradient_clip_algorithm)
+        strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
         raw = getattr(optimizer, "optimizer", optimizer)
-        mine = {p for group in raw.param_groups for p in group["params"]}
-        others = {p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"]} - mine
+        mine = set(parameters_of(raw))
+        others = {p for one in self.trainer.optimizers for p in parameters_of(one)} - mine
         before = self.__dict__.setdefault("_requires_grad", {})
         for parameter in others:
             before.setdefault(parameter, parameter.requires_grad)

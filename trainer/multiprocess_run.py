@@ -26,11 +26,12 @@ from .. import messages
 from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
 from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
+from .arguments import Request
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule
-from .run import Request, Run
-from .start_run import bind_hooks, find_module, tie
+from .run import Run
+from .start_run import bind_hooks, end_logging, find_module, tie
 from .state import RunState
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _take_over(run: Run, request: Request, report: bytes) -> Any:
     if request.fn == "fit" or run.left is None:
         run.left = rest["left"]._replace(lacks=lacks)
     bind_hooks(run)
-    module._end_run()
+    end_logging(run)
     set_random_states(rest["random"])
     return rest["result"]
 

@@ -13,11 +13,11 @@ from .. import messages
 from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
+from ..strategies.precision.base import parameters as parameters_of
 from . import running_metrics
 from .state import Pending, without_window
 
 if TYPE_CHECKING:
-    from .loop import FitLoop
     from .run import Run
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -44,22 +44,12 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     }
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
-        kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
+        kept |= fit.place_in_data()
         if state.pending is Pending.VALIDATION and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if run.source.train_loader is not None and not kept.get("loader"):
         kept["loader"] = loader_state(run.source.train_loader)
     return kept
-
-
-def _place_in_data(fit: FitLoop) -> dict[str, Any]:
-    ahead = fit.fetched_ahead()
-    return {
-        "random_at_epoch_start": fit.at_epoch_start,
-        "ended": ahead.get("ended", False),
-        "random_before_fetch": ahead.get("random"),
-        "loader": ahead.get("loader"),
-    }
 
 
 def _gradients(run: Run) -> dict[str, Any] | None:
@@ -71,13 +61,8 @@ def _gradients(run: Run) -> dict[str, Any] | None:
         return run.strategy.window_gradients(module)
     if state.fn != "fit" or module.automatic_optimization or state.batch_idx < 0:
         return None
-    used = {
-        id(parameter)
-        for managed in run.managed
-        if managed.stepped_at == state.batches - 1
-        for group in managed.param_groups
-        for parameter in group["params"]
-    }
+    stepped = (managed.optimizer for managed in run.managed if managed.stepped_at == state.batches - 1)
+    used = {id(parameter) for optimizer in stepped for parameter in parameters_of(optimizer)}
     found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
     kept = run.strategy.window_gradients(module) if found else None
     return None if kept is None else {name: grad for name, grad in kept.items() if name in found}

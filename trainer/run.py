@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Rollback
@@ -19,14 +19,15 @@ from ..processes.cpu_memory import freed_memory_kept
 from ..processes.signals import actions, watch
 from ..strategies.base import Strategy
 from . import profiling
+from .arguments import Request
 from .checkpoint_saver import Saver
 from .data_source import DataSource
 from .evaluation import EvalLoop
 from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
-from .start_run import attach
-from .states import RunningStage, TrainerFn, TrainerStatus
+from .start_run import attach, end_logging
+from .states import RunningStage, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
 
@@ -39,28 +40,6 @@ if TYPE_CHECKING:
     from .module import TrainingModule
     from .optimizers import SchedulerConfig
     from .trainer import Trainer
-
-
-@dataclass
-class Request:
-    """What an entry point was asked to do.
-
-    Attributes:
-        again: the run restarts from one of its own checkpoints, and its loggers continue.
-        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and starts from no checkpoint.
-    """
-
-    fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
-    module: Any
-    datamodule: Any = None
-    loaders: dict[str, Any] = field(default_factory=dict)
-    ckpt_path: Any = None
-    keep_predictions: bool = False
-    gather: bool = False
-    weights_only: bool | None = None
-    restore: tuple[str, ...] = PARTS
-    again: bool = False
-    trial: bool = False
 
 
 class Run:
@@ -231,8 +210,7 @@ class Run:
             _run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
-            if self.module is not None:
-                self.module._end_run()
+            end_logging(self)
 
     # ---- copies ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..torch_private import pytree
 from . import phases
-from .metric_records import MetricRecord, Options, Record, make_record, reduction_of
+from .metric_reductions import MetricRecord, Options, Record, make_record, reduction_of
 
 if TYPE_CHECKING:
     from .metrics import MetricStore

@@ -106,7 +106,8 @@ def with_origins(
     """
     variables, read = variables or {}, given
     given = {**read, **{name: (defaults or {})[name] for name in variables}}
-    settings = resolve(_in_code(given), door="Trainer", late_variables=_in_variables(read, variables))
+    in_code = {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
+    settings = resolve(in_code, door="Trainer", late_variables=_in_variables(read, variables))
     found = {name: one for name, one in _from_settings(settings) if one[1] not in variables.values()}
     for name, variable in variables.items():
         setting = next((setting for setting, argument in _ARGUMENTS.items() if argument == name), None)
@@ -150,13 +151,8 @@ def _word(value: Any) -> Any:
 # ---- what the code says --------------------------------------------------------------------------------------------
 
 
-def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
-    """What the arguments say, as settings."""
-    return {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
-
-
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """The same for arguments from variables."""
+    """The arguments that variables give, as settings."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 

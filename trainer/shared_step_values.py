@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from .metric_records import reduction_of
+from .metric_reductions import reduction_of
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
-    from .metric_records import Record
+    from .metric_reductions import Record
 
 #: Elements of the first vector that is reduced: the same on every process, whatever it logged.
 ROOM = 64

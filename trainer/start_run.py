@@ -20,6 +20,7 @@ from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
 from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
+from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
@@ -33,10 +34,12 @@ from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
 from .state import Pending
+from .step import clear_gradients
 
 if TYPE_CHECKING:
+    from .arguments import Request
     from .resume import Resumed
-    from .run import Request, Run
+    from .run import Run
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
@@ -105,8 +108,7 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
     run.strategy.settle_weights(run.module)
     run.model = run.strategy.wrap_for_training(run.model)
     setup_optimizers(run)
-    run.state.pending = Pending.NOTHING
-    run.state.drop_window()  # that a failed fit has left
+    leave_no_window(run)
     if checkpoint is None and run.state.batches == 0:
         run.state.shuffle_seed = run.strategy.broadcast(torch.initial_seed() % 2**63)
     for hook in run.hooks.on_fit_start:
@@ -128,6 +130,14 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
         messages.info(f"Continuing at {where} from {path}")
     else:
         messages.info(f"Starting at {where} with {messages.names(parts, last='and')} from {path}")
+
+
+def leave_no_window(run: Run) -> None:
+    """Drop an accumulation window that a failed fit has left."""
+    run.state.pending = Pending.NOTHING
+    run.state.drop_window()
+    for optimizer in run.optimizers:
+        clear_gradients(optimizer)
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
@@ -209,6 +219,16 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
 def bind_hooks(run: Run) -> None:
     """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
+    for callback in run.trainer.callbacks:
+        callback._logs_in = run.module
+
+
+def end_logging(run: Run) -> None:
+    """Let ``self.log`` have no effect from now on, in the module and in callbacks."""
+    if run.module is not None:
+        run.module._end_run()
+    for callback in run.trainer.callbacks:
+        callback._logs_in = None
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
@@ -371,7 +391,7 @@ def setup_optimizers(run: Run) -> None:
     module = run.module
     optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}
-    if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
+    if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
             f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
             "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
@@ -392,7 +412,7 @@ def log_hyperparameters(run: Run) -> None:
             if key == "_class_path":  # which class a command line made, the module's and the DataModule's
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
-                raise ValueError(
+                raise RuntimeError(
                     f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
                     f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
                 )

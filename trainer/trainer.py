@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -33,13 +34,14 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
+from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
-from .run import Request, Run
+from .run import Run
 from .settings_arguments import settled
 from .state import RunState
 from .states import RunningStage, TrainerStatus
@@ -435,6 +437,12 @@ class Trainer:
         self.saver.save([filepath], bool(weights_only), storage_options=storage_options)
 
     @property
+    def has_own_save(self) -> bool:
+        """Whether a subclass or the program replaced :meth:`save_checkpoint`; callbacks then save with that."""
+        save: Any = self.save_checkpoint
+        return inspect.unwrap(getattr(save, "__func__", save)) is not _save_checkpoint
+
+    @property
     def saver(self) -> Saver:
         """Writes the checkpoints of the run, one at a time."""
         return self.current_run.saver
@@ -475,9 +483,10 @@ class Trainer:
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: True makes them without memory under a strategy that shards; each process then gets its part.
+            empty_init: True leaves their initial values out, for weights that will be loaded; under a strategy that
+                shards they have no memory either, until each process gets its part with the values.
         """
-        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
+        return self.strategy.module_init_context(empty_init)
 
     # ---- state of the run ------------------------------------------------------------------------------------------
 
@@ -868,3 +877,6 @@ class Trainer:
             bar.print(*args, **kwargs)
         else:
             print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+
+
+_save_checkpoint = Trainer.save_checkpoint

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..processes.seed import isolate_rng, random_states
-from ..processes.timings import timed
+from ..processes.timings import phase
 from . import phases
 from .evaluation import EvalLoop
 from .state import Pending
@@ -77,7 +77,7 @@ class Validation:
         done = state.batches if run.trainer.check_val_every_n_epoch is None else batch_idx + 1
         return done % self.every == 0
 
-    @timed("validation")
+    @phase("validation")
     def validate(self) -> Reason:
         """Validate during a fit. Returns why the run stops at the boundary after it, if it does."""
         state, metrics = self.run.state, self.run.metrics

@@ -115,7 +115,8 @@ def verify(
     report = Report(steps, tolerance)
     with TemporaryDirectory(prefix="paceline_verify_") as folder:
         exact = _Exact(Path(folder))
-        _run(_double(module), _in_double(batches), "single_device", 1, exact, arguments | {"precision": "64-true"})
+        doubles = pytree.tree_map_only(Tensor, _exactly, batches)
+        _run(_double(module), doubles, "single_device", 1, exact, arguments | {"precision": "64-true"})
         rounding = _Compared(Path(folder))
         _run(module, batches, "single_device", 1, rounding, arguments)
         for strategy in strategies:
@@ -178,10 +179,6 @@ def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
 
 def _double(module: TrainingModule) -> TrainingModule:
     return convert(copy.deepcopy(module), torch.float64)
-
-
-def _in_double(batches: list[Any]) -> list[Any]:
-    return pytree.tree_map_only(Tensor, _exactly, batches)
 
 
 def _exactly(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from .trials_in_run import find_lr
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
-    from .learning_rate import LRFinder
+    from .lr_range_test import LRFinder
 
 
 class LearningRateFinder(Callback):

@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader
 from .. import messages
 from ..callbacks.finetuning import BaseFinetuning
 from ..data.combined_loader import CombinedLoader
-from ..data.loaders import eval_loaders, replaced, train_loader
+from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
 from ..strategies.deepspeed.strategy import DeepSpeedStrategy
-from ..trainer.arguments import check_profiler
+from ..trainer.arguments import Request, check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
-from ..trainer.run import Request, Run
+from ..trainer.run import Run
 from ..trainer.start_run import attach, find_module
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
@@ -181,8 +181,4 @@ def _copy_of(loader: Any, change: Change | None) -> Any:
 
 def _leaves_of(given: Any) -> Iterator[Any]:
     for one in given if isinstance(given, list) and given and isinstance(given[0], DataLoader) else [given]:
-        if isinstance(one, CombinedLoader):
-            for leaf in one.flattened:
-                yield from _leaves_of(leaf)
-        else:
-            yield one
+        yield from leaves_of(one)

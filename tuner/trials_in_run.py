@@ -9,7 +9,7 @@ from .. import messages
 from ..trainer.start_run import setup_optimizers
 from .attribute_lookup import Place, find, find_one_of, lr_places
 from .batch_size import Found, Plan, SizeSearch, plan, resize, size_of, stage_of
-from .learning_rate import LRFinder, RangeTest, change_rates, check, shares_of
+from .lr_range_test import LRFinder, RangeTest, change_rates, check, shares_of
 
 if TYPE_CHECKING:
     from ..trainer.run import Run

@@ -10,12 +10,13 @@ from ..checkpoint.restore import PARTS
 from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
-from ..trainer.run import Request, Run
+from ..trainer.arguments import Request
+from ..trainer.run import Run
 from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
-from .learning_rate import LRFinder, RangeTest
+from .lr_range_test import LRFinder, RangeTest
 from .trial import Method
 from .trial_run import apart
 from .trials_in_run import SizePlaces, effective_now, is_dry, take_lr, take_size

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from ..callbacks.throughput_monitor import Throughput as Throughput
+    from ..callbacks.throughput_monitor import measure_flops as measure_flops
     from ..checkpoint.hyperparameters import AttributeDict as AttributeDict
     from ..data.combined_loader import CombinedLoader as CombinedLoader
     from ..processes.seed import isolate_rng as isolate_rng
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 lazy_names(
     globals(),
     {
+        ".callbacks.throughput_monitor": "Throughput measure_flops",
         ".checkpoint.hyperparameters": "AttributeDict",
         ".data.combined_loader": "CombinedLoader",
         ".processes.seed": "isolate_rng",

@@ -59,7 +59,8 @@ def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
     newest = sorted(own, key=_age, reverse=True)
-    for one in _first_whole([one for one in newest if _resumable(one)], arguments.keep_last, why):
+    resumable = [one for one in newest if one.known is not None and not one.known.weights_only]
+    for one in _first_whole(resumable, arguments.keep_last, why):
         why[one.path] = "(among the newest)"
     for one in _first_whole(_best_first(newest, arguments), arguments.keep_best, why):
         score = f"{one.known.monitor}={one.known.score:.4g}" if one.known else ""
@@ -69,10 +70,6 @@ def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
 
 def _age(one: Found) -> tuple[int, str]:
     return (one.known.sequence, one.known.written) if one.known else (0, "")
-
-
-def _resumable(one: Found) -> bool:
-    return one.known is not None and not one.known.weights_only
 
 
 def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:

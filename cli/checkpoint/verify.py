@@ -20,9 +20,6 @@ def run(arguments: Namespace) -> int:
     for one in checkpoints(arguments.path):
         wrong = problem(one.path)
         damaged += wrong is not None
-        messages.answer(f"{one.path}: {_verdict(one.known is None) if wrong is None else wrong.why}")
+        fine = "ok" if one.known is not None else "ok, by its own checksums (it has no manifest)"
+        messages.answer(f"{one.path}: {fine if wrong is None else wrong.why}")
     return int(damaged > 0)
-
-
-def _verdict(foreign: bool) -> str:
-    return "ok, by its own checksums (it has no manifest)" if foreign else "ok"

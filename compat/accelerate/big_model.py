@@ -17,7 +17,8 @@ from ...big_model.empty_init import like
 from ...big_model.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from ...big_model.infer_device_map import smallest_parts
 from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
-from ...big_model.offload import OffloadedWeightsLoader, Part
+from ...big_model.offload import OffloadedWeightsLoader
+from ...big_model.prefetch import Part
 from ...big_model.weight_files import mapped_tensors
 from ...processes.device_transfer import in_dtype
 from ...torch_private import own_buffers, own_parameters, unsaved_buffers

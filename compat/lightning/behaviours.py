@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,19 +58,28 @@ def install() -> None:
     from ...data.datamodule import DataModule
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
-    from ...processes.accelerators import Accelerator
     from ...profilers.base import Profiler
-    from ...trainer import stopping
+    from ...trainer import default_callbacks, stopping
     from ...trainer.data_source import DataSource
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
     from ...trainer.trainer import Trainer
+    from . import plugins, views
 
+    default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     stopping.interruption = _interruption
-    setattr(Accelerator, "get_device_stats", _device_stats)  # noqa: B010 - a name that Paceline has elsewhere
+    plugins.install()
+    views.install()
+    placed = Trainer._place
+
+    def place(trainer: Trainer, *args: Any) -> None:
+        placed(trainer, *args)
+        plugins.remember(trainer)
+
+    setattr(Trainer, "_place", place)  # noqa: B010
     for module, name in _STRATEGIES.items():
-        _take_lightnings_arguments(getattr(import_module(f"paceline.{module}"), name))
+        plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     for logger in (CSVLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
@@ -92,15 +102,11 @@ def install() -> None:
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
-                setattr(owner, method, translated(getattr(owner, method)))
-
-
-def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, float]:
-    """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
-    from ...callbacks.device_stats_monitor import cpu_stats, device_stats
-
-    device = torch.device(device)
-    return cpu_stats() if device.type == "cpu" else device_stats(device)
+                function = getattr(owner, method)
+                setattr(owner, method, translated(function))
+                if method == "__init__":
+                    with suppress(NameError):  # of a type that only type checkers import
+                        function.__annotations__ = get_type_hints(function)
 
 
 def _action(name: str) -> str:
@@ -129,26 +135,3 @@ def _same_state(state: Any, other: Any) -> bool:
 def _interruption(signum: int) -> BaseException:
     """What ends a run by a signal."""
     return SIGTERMException(SIGTERMException.code) if signum == signal.SIGTERM else interruption(signum)
-
-
-def _take_lightnings_arguments(strategy: Any) -> None:
-    """Let a strategy's constructor take ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment``.
-
-    ``accelerator`` and ``parallel_devices`` say what the Trainer's arguments say.
-    """
-    init = strategy.__init__
-
-    @functools.wraps(init)
-    def take(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("accelerator", "parallel_devices"):
-            kwargs.pop(name, None)
-        parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}
-        precision = kwargs.pop("precision_plugin", None)
-        if precision is not None:
-            kwargs["precision"] = precision
-        init(self, *args, **kwargs)
-        for name, part in parts.items():
-            if part is not None:
-                setattr(self, name, part)
-
-    strategy.__init__ = take

@@ -21,13 +21,13 @@ _HOMES = {
     "callbacks.lr_monitor": "LearningRateMonitor",
     "callbacks.model_checkpoint": "ModelCheckpoint",
     "callbacks.model_pruning": "ModelPruning",
-    "callbacks.model_summary": "ModelSummary RichModelSummary",
+    "callbacks.model_summary": "ModelSummary RichModelSummary summarize",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "callbacks.prediction_writer": "BasePredictionWriter",
     "callbacks.progress": "ProgressBar",
     "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
     "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
-    "callbacks.throughput_monitor": "ThroughputMonitor",
+    "callbacks.throughput_monitor": "Throughput ThroughputMonitor measure_flops",
     "callbacks.timer": "Timer",
     "callbacks.tqdm_progress": "TQDMProgressBar",
     "callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
@@ -35,7 +35,7 @@ _HOMES = {
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger",
-    "loggers.csv": "CSVLogger",
+    "loggers.csv": "CSVLogger ExperimentWriter",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
     "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
@@ -43,6 +43,15 @@ _HOMES = {
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
     "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "compat.lightning.fabric_wrappers": "is_wrapped",
+    "compat.lightning.demos": (
+        "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
+        "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
+    ),
+    "compat.lightning.helpers": (
+        "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
+        "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters"
+    ),
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -59,6 +68,7 @@ _HOMES = {
     "strategies.deepspeed.strategy": "DeepSpeedStrategy",
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
+    "strategies.registry": "StrategyRegistry",
     "strategies.sync_batch_norm": "TorchSyncBatchNorm",
     "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
@@ -96,31 +106,44 @@ _RENAMED = {
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
     "TrainerState": Target("trainer.state", "RunState"),
-    "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "Fabric": Target("compat.lightning.fabric", "Fabric"),
+    "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
+    "XLAAccelerator": Target("compat.lightning.plugins", "XLAAccelerator"),
+    "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
+    "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
+    "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
+    "_FabricOptimizer": Target("accelerator.optimizers", "AcceleratedOptimizer"),
+    "_LRFinder": Target("tuner.lr_range_test", "LRFinder"),
+    "_unwrap_objects": Target("compat.lightning.fabric_wrappers", "unwrapped_in"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
+    "SpikeDetection": Target("callbacks.loss_guard", "LossGuard"),
+    "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
+    "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
+    "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
+    "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
     "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
+    "get_human_readable_count": Target("callbacks.model_summary", "human_readable"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger ExperimentWriter"
+        "CometLogger LitLogger MLFlowLogger NeptuneLogger"
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
-    "use torch.utils.flop_counter": "Throughput measure_flops",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
 }
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
-_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
+_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator"
 _CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
 _ENVIRONMENTS = (
     "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
@@ -146,14 +169,14 @@ _PRECISIONS = "DoublePrecision HalfPrecision MixedPrecision Precision"
 
 #: Lightning's modules and their names. Every module stands under ``lightning``.
 _MODULES = {
-    "": "Callback LightningDataModule LightningModule Trainer seed_everything",
+    "": "Callback Fabric LightningDataModule LightningModule Trainer seed_everything",
     "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
     "pytorch.accelerators": _ACCELERATORS,
     "pytorch.accelerators.accelerator": "Accelerator",
     "pytorch.accelerators.cpu": "CPUAccelerator get_cpu_stats",
     "pytorch.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
     "pytorch.accelerators.mps": "MPSAccelerator",
-    "pytorch.accelerators.xla": "",
+    "pytorch.accelerators.xla": "XLAAccelerator",
     "pytorch.callbacks": _CALLBACKS,
     "pytorch.callbacks.batch_size_finder": "BatchSizeFinder",
     "pytorch.callbacks.callback": "Callback",
@@ -175,6 +198,7 @@ _MODULES = {
     "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
     "pytorch.callbacks.progress.tqdm_progress": "TQDMProgressBar",
     "pytorch.callbacks.rich_model_summary": "RichModelSummary",
+    "pytorch.callbacks.spike": "SpikeDetection",
     "pytorch.callbacks.stochastic_weight_avg": "StochasticWeightAveraging",
     "pytorch.callbacks.throughput_monitor": "ThroughputMonitor",
     "pytorch.callbacks.timer": "Timer",
@@ -186,9 +210,11 @@ _MODULES = {
     "pytorch.core.mixins.hparams_mixin": "HyperparametersMixin",
     "pytorch.core.module": "LightningModule LightningOptimizer",
     "pytorch.core.optimizer": "LightningOptimizer",
-    "pytorch.core.saving": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "pytorch.core.saving": "get_filesystem load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
+    "pytorch.demos": "",
+    "pytorch.demos.boring_classes": _HOMES["compat.lightning.demos"],
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
-    "pytorch.loggers.csv_logs": "CSVLogger",
+    "pytorch.loggers.csv_logs": "CSVLogger ExperimentWriter",
     "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
     "pytorch.loggers.tensorboard": "TensorBoardLogger",
     "pytorch.loggers.utilities": "",
@@ -219,7 +245,7 @@ _MODULES = {
     "pytorch.profilers.profiler": "Profiler",
     "pytorch.profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper",
     "pytorch.profilers.simple": "SimpleProfiler",
-    "pytorch.strategies": _STRATEGIES,
+    "pytorch.strategies": f"{_STRATEGIES} StrategyRegistry",
     "pytorch.strategies.ddp": "DDPStrategy",
     "pytorch.strategies.deepspeed": "DeepSpeedStrategy",
     "pytorch.strategies.fsdp": "FSDPStrategy",
@@ -227,6 +253,7 @@ _MODULES = {
     "pytorch.strategies.single_device": "SingleDeviceStrategy",
     "pytorch.strategies.strategy": "Strategy",
     "pytorch.trainer": "Trainer seed_everything",
+    "pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "pytorch.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
     "pytorch.trainer.trainer": "Trainer",
     "pytorch.tuner": "Tuner",
@@ -240,22 +267,38 @@ _MODULES = {
     "pytorch.utilities.exceptions": "MisconfigurationException SIGTERMException",
     "pytorch.utilities.grads": "grad_norm",
     "pytorch.utilities.imports": "",
-    "pytorch.utilities.memory": "",
+    "pytorch.utilities.argparse": "",
+    "pytorch.utilities.memory": "garbage_collection_cuda is_cuda_out_of_memory is_oom_error recursive_detach",
     "pytorch.utilities.model_helpers": "is_overridden",
-    "pytorch.utilities.model_summary": "",
+    "pytorch.utilities.model_summary": "get_human_readable_count summarize",
+    "pytorch.utilities.model_summary.model_summary": "get_human_readable_count summarize",
     "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
-    "pytorch.utilities.parsing": "AttributeDict",
+    "pytorch.utilities.parsing": (
+        "AttributeDict get_init_args is_picklable lightning_getattr lightning_hasattr lightning_setattr "
+        "save_hyperparameters"
+    ),
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.seed": "isolate_rng",
     "pytorch.utilities.testing": "_runif_reasons",
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": "PossibleUserWarning",
-    "fabric": "seed_everything",
+    "fabric": "Fabric is_wrapped seed_everything",
+    "fabric.fabric": "Fabric _FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
+    "fabric.loggers": "CSVLogger Logger TensorBoardLogger",
+    "fabric.loggers.csv_logs": "CSVLogger",
+    "fabric.loggers.logger": "Logger",
+    "fabric.loggers.tensorboard": "TensorBoardLogger",
+    "fabric.plugins.precision": _PRECISIONS,
+    "fabric.plugins.precision.amp": "MixedPrecision",
+    "fabric.plugins.precision.precision": "Precision",
+    "fabric.strategies.single_device": "SingleDeviceStrategy",
+    "fabric.strategies.strategy": "Strategy",
+    "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
     "fabric.accelerators": _ACCELERATORS,
     "fabric.accelerators.accelerator": "Accelerator",
-    "fabric.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
+    "fabric.accelerators.cuda": "CUDAAccelerator find_usable_cuda_devices is_cuda_available num_cuda_devices",
     "fabric.accelerators.mps": "MPSAccelerator",
-    "fabric.accelerators.xla": "",
+    "fabric.accelerators.xla": "XLAAccelerator",
     "fabric.plugins.environments": _ENVIRONMENTS,
     "fabric.plugins.environments.cluster_environment": "ClusterEnvironment",
     "fabric.plugins.environments.slurm": "SLURMEnvironment",
@@ -264,10 +307,12 @@ _MODULES = {
     "fabric.plugins.io": _CHECKPOINT_IO,
     "fabric.plugins.io.checkpoint_io": "CheckpointIO",
     "fabric.plugins.io.torch_io": "TorchCheckpointIO",
+    "fabric.utilities.cloud_io": "get_filesystem",
     "fabric.utilities.distributed": "",
-    "fabric.utilities.throughput": "",
+    "fabric.utilities.spike": "SpikeDetection TrainingSpikeException",
+    "fabric.utilities.throughput": "Throughput get_available_flops measure_flops",
     "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
-    "fabric.strategies": _STRATEGIES,
+    "fabric.strategies": f"{_STRATEGIES} STRATEGY_REGISTRY",
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
     "fabric.utilities.data": "AttributeDict has_iterable_dataset has_len suggested_max_num_workers",
@@ -286,15 +331,15 @@ _PRIVATE_ONLY = (
     "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
     "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-    "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
+    "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
+    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
     "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
     "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
     "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
     "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
     "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
     "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
-    "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
+    "pytorch.trainer.connectors "
     "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
     "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
     "pytorch.trainer.connectors.logger_connector.fx_validator "
@@ -313,6 +358,14 @@ def _table() -> dict[str, dict[str, Target]]:
     }
     # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
     table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
+    for module, names in table.items():
+        if module.startswith("lightning.fabric.loggers"):
+            for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
+                names[name] = Target("compat.lightning.fabric_loggers", name)
+    # What describes a module has the name of the callback that prints it.
+    for name in ("", ".model_summary"):
+        of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
+        of_summaries["ModelSummary"] = Target("callbacks.model_summary", "Summary")
     return table
 
 

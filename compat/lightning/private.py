@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
+from . import helpers
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
 _COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
@@ -80,28 +81,22 @@ class _ChildProcessObserver(threading.Thread):
     pass
 
 
-class _NoXLA:
-    """Lightning's accelerator for TPUs, none of which Paceline drives."""
-
-    @staticmethod
-    def is_available() -> bool:
-        return False
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 0
-
-
 _VALUES: dict[str, Any] = {
-    "XLAAccelerator": _NoXLA,
     "_DDP_FORK_ALIASES": ("ddp_fork", "ddp_notebook"),
+    "ReduceOp": torch.distributed.ReduceOp,
     "_ChildProcessObserver": _ChildProcessObserver,
     "_IS_INTERACTIVE": hasattr(sys, "ps1"),
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
+    "_atomic_save": helpers.atomic_save,
+    "_defaults_from_env_vars": helpers.defaults_from_env_vars,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
+    "_is_local_file_protocol": helpers.is_local,
+    "_lazy_load": helpers.lazy_load,
+    "_load": helpers.load,
+    "_materialize_meta_tensors": helpers.materialize_meta_tensors,
     "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }

@@ -267,14 +267,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate: Any, clip: Any) -> None:
-    """Raise if the user's configuration contradicts the settings of the run.
-
-    Args:
-        config: the user's configuration.
-        precision: the name of the run's precision.
-        accumulate: ``Trainer(accumulate_grad_batches=...)``; None if not known.
-        clip: ``Trainer(gradient_clip_val=...)``.
-    """
+    """Raise if the user's configuration contradicts the run's precision, accumulation (None: unknown) or clipping."""
     for key, mine in (("bf16", "bf16-true"), ("fp16", "16-true")):
         enabled = config.get(key, {}).get("enabled")
         if enabled is not None and bool(enabled) != (precision == mine):

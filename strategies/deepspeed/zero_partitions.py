@@ -23,11 +23,8 @@ from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
 class Piece:
     """The part of a parameter that this rank updates.
 
-    Attributes:
-        flat: the float32 partition that contains it, shape (partition,).
-        start: index of its first element in ``flat``.
-        first: index of its first element in the flattened parameter.
-        numel: its number of elements; 0 if other ranks have them all.
+    It has ``numel`` elements (0 if other ranks have them all), from ``start`` in the float32 partition ``flat``, shape
+    (partition,), and from ``first`` in the flattened parameter.
     """
 
     flat: Tensor
@@ -119,12 +116,7 @@ def optimizer_states(
 ) -> dict[int, dict[str, Any]]:
     """The optimizer's state by parameter index: flat tensors are gathered, other values (a step count) unchanged.
 
-    Args:
-        optimizer: the optimizer that holds the state of the partitions.
-        found: this rank's pieces.
-        parameters: all parameters, by index.
-        device: where collectives run.
-        keep: whether this rank gets the result.
+    ``found`` has this rank's pieces. Every rank must call this; only ranks that ``keep`` get the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():

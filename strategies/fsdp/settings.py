@@ -1,11 +1,11 @@
-"""FSDP as launchers, settings files and plugins describe it, and the arguments of FSDPStrategy that this means."""
+"""FSDP as launchers, settings files and plugins describe it, converted to the arguments of FSDPStrategy."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_S
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-#: What a block has at least, with SIZE_BASED_WRAP.
+#: The smallest number of parameters of a block, with SIZE_BASED_WRAP.
 MIN_NUM_PARAMS = 100_000_000
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -33,33 +33,25 @@ DTYPES = {
     "float32": torch.float32,
 }
 
-#: The setting that each field can come from.
-_FROM = {
+#: The fields that no setting has.
+_WITHOUT_SETTING = (
+    "mixed_precision_policy",
+    "state_dict_config",
+    "optim_state_dict_config",
+    "limit_all_gathers",
+    "param_init_fn",
+)
+#: The settings of fields whose setting is not ``fsdp_`` and the field's name.
+_OTHER_NAMES = {
     "fsdp_version": "fsdp_version",
-    "sharding_strategy": "fsdp_sharding_strategy",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "backward_prefetch": "fsdp_backward_prefetch",
-    "auto_wrap_policy": "fsdp_auto_wrap_policy",
     "cpu_offload": "fsdp_offload_params",
-    "ignored_modules": "fsdp_ignored_modules",
-    "state_dict_type": "fsdp_state_dict_type",
-    "use_orig_params": "fsdp_use_orig_params",
-    "sync_module_states": "fsdp_sync_module_states",
-    "forward_prefetch": "fsdp_forward_prefetch",
-    "activation_checkpointing": "fsdp_activation_checkpointing",
-    "activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
-    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
     "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "min_num_params": "fsdp_min_num_params",
 }
 
 
 @dataclass
 class FSDPSettings:
-    """FSDP in the words of FSDP 1 and 2; ``FullyShardedDataParallelPlugin`` describes the fields.
-
-    A field that is None is not set.
-    """
+    """FSDP 1 and 2 as fields, described in ``FullyShardedDataParallelPlugin``. A field that is None is not set."""
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -84,15 +76,16 @@ class FSDPSettings:
     min_num_params: int | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy with what is open from the settings."""
-        return fill(self, settings, _FROM)
+        """A copy whose unset fields have the values of the settings."""
+        names = [field.name for field in fields(FSDPSettings) if field.name not in _WITHOUT_SETTING]
+        return fill(self, settings, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
 
     def options(self) -> dict[str, Any]:
-        """The arguments of FSDPStrategy; says once which fields have no effect.
+        """The arguments of FSDPStrategy; a message names once the fields that have no effect.
 
         Raises:
-            ValueError: a value that its field does not have, or two fields that contradict each other.
-            NotImplementedError: a field that Paceline has nothing for.
+            ValueError: a field has an unknown value, or two fields contradict each other.
+            NotImplementedError: Paceline does not support a field.
         """
         self._refuse()
         found: dict[str, Any] = {
@@ -106,8 +99,8 @@ class FSDPSettings:
             kind = _word("state_dict_type", self.state_dict_type, STATES)
             if kind == "LOCAL_STATE_DICT":
                 raise ValueError(
-                    f"{type(self).__name__}(state_dict_type='LOCAL_STATE_DICT') loads on the same processes "
-                    "only, and FSDP2 has none. Choose 'SHARDED_STATE_DICT', which loads everywhere."
+                    f"{type(self).__name__}(state_dict_type='LOCAL_STATE_DICT') does not exist in FSDP2. Choose "
+                    "'SHARDED_STATE_DICT', which loads on any number of processes."
                 )
             found["state_dict_type"] = "sharded" if kind == "SHARDED_STATE_DICT" else "full"
         self._say()
@@ -115,10 +108,10 @@ class FSDPSettings:
 
     def _refuse(self) -> None:
         fixes = {
-            "ignored_modules": "FSDP does not reduce the gradients of what it leaves out. Freeze those modules "
+            "ignored_modules": "FSDP does not reduce the gradients of modules that it ignores. Freeze those modules "
             "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
-            "param_init_fn": "layers on the meta device are filled by their own reset_parameters(), or by "
-            "_init_weights(module) of the model around them. Write one of the two.",
+            "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by "
+            "_init_weights(module) of a module around them. Write one of the two.",
             "activation_checkpointing_offload": "recomputed activations stay on the device. Use "
             "activation_checkpointing alone.",
         }
@@ -128,7 +121,7 @@ class FSDPSettings:
                 raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported: {fix}")
         if self.fsdp_version not in (None, 1, 2):
             raise ValueError(
-                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): there are FSDP 1 and 2. Write 2."
+                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): only FSDP 1 and 2 exist. Write 2."
             )
 
     def _sharding(self) -> dict[str, Any]:
@@ -143,12 +136,12 @@ class FSDPSettings:
         name = None if asked is None else _word("sharding_strategy", asked, SHARDING)
         if name == "NO_SHARD":
             raise ValueError(
-                f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, which is what DDP does. "
-                "Leave it (use_fsdp) out."
+                f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, like DDP. Leave the plugin "
+                "(use_fsdp) out."
             )
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         if self.fsdp_version == 1:
-            reshard = None  # there the sharding strategy says it; launchers write both
+            reshard = None  # the sharding strategy says it; launchers write both
         if keeps and reshard is not None and _truth(reshard):
             raise ValueError(
                 f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights from forward to backward, "
@@ -178,7 +171,7 @@ class FSDPSettings:
         return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
 
     def _say(self) -> None:
-        """Name the fields that ask for something else than what always happens."""
+        """Name the fields that ask for something that does not happen."""
         asked = {
             "fsdp_version=1": self.fsdp_version == 1,
             f"backward_prefetch={self.backward_prefetch!r}": self.backward_prefetch is not None
@@ -194,9 +187,9 @@ class FSDPSettings:
         named = [name for name, is_asked in asked.items() if is_asked]
         if named:
             messages.info_once(
-                f"{type(self).__name__}: {', '.join(named)} without effect. This is FSDP2: it starts "
-                "from rank 0's weights, keeps the original parameters, fetches the next block while one computes, and "
-                "whole states are gathered on the CPU of rank 0."
+                f"{type(self).__name__}: {', '.join(named)} without effect. FSDP2 starts from rank 0's weights, keeps "
+                "the original parameters, fetches the next block while one computes, and gathers complete states on "
+                "rank 0's CPU."
             )
 
 
@@ -209,7 +202,7 @@ def _truth(value: Any) -> bool:
 
 
 def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
-    """The word that a string, torch's enum or its number (from 1) stands for."""
+    """The word that a string, an enum of torch or its number (from 1) stands for."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(words):
         return words[int(text) - 1]
@@ -222,14 +215,14 @@ def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
 
 
 def _offload(asked: Any) -> Any:
-    """What FSDPStrategy takes for False, True, FSDP 1's ``CPUOffload`` or FSDP2's policy."""
+    """The argument of FSDPStrategy for a bool, FSDP 1's ``CPUOffload`` or FSDP2's policy."""
     if isinstance(asked, (bool, str)) or asked is None:
         return _truth(asked)
     return asked.offload_params if hasattr(asked, "offload_params") else asked
 
 
 def _policy(asked: Any) -> Any:
-    """FSDP2's policy for itself, FSDP 1's, a dict of its arguments or a dtype's name."""
+    """FSDP2's policy for FSDP 1's, a dict of its arguments or the name of a dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if asked is None or isinstance(asked, MixedPrecisionPolicy):
@@ -250,7 +243,7 @@ def _policy(asked: Any) -> Any:
         if asked.buffer_dtype not in (None, torch.float32):
             raise ValueError(
                 f"FullyShardedDataParallelPlugin(mixed_precision_policy=...) has buffer_dtype={asked.buffer_dtype}, "
-                "which FSDP2 has not: buffers keep the dtype that the model gives them. Leave it out."
+                "which FSDP2 does not support: buffers keep their dtype. Leave it out."
             )
         return MixedPrecisionPolicy(
             param_dtype=asked.param_dtype,
@@ -273,7 +266,7 @@ def _dtype(name: Any) -> Any:
 
 
 def _torch_policy(given: Any) -> Any:
-    """What FSDPStrategy takes for a policy of torch.distributed.fsdp.wrap; a plain function is taken as it is."""
+    """The argument of FSDPStrategy for a policy of torch.distributed.fsdp.wrap; other functions stay as they are."""
     policy: Any = given
     told: Mapping[str, Any] = given.keywords if isinstance(given, functools.partial) else {}
     classes = told.get("transformer_layer_cls") or told.get("module_classes")

@@ -1,4 +1,4 @@
-"""Which parts of a module are sharded on their own, and which are recomputed in backward."""
+"""Choose the modules that are sharded separately, and those that are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from ... import messages
 from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermost, repeated_elements
 
-#: A class, its name, a smallest number of parameters, ``f(name, module) -> bool``, several classes, or a word.
+#: One or several classes or class names, a number of parameters, ``f(name, module) -> bool``, or a word.
 Policy = Any
 
 
 def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The modules inside ``root`` that become groups of their own, by name, outer ones first.
+    """The modules inside ``root`` that are sharded separately, by name, outer ones first.
 
-    A module that holds one of several places of a tied parameter is left out: the parameter belongs to the root's
-    group, where it stays one tensor.
+    Modules that share a tied parameter with another one stay in the root's group, where the parameter is one tensor.
 
     Raises:
-        ValueError: the policy matches nothing; the message names the classes there are.
-        TypeError: the policy is none.
+        ValueError: the policy matches nothing; the message lists the model's classes.
+        TypeError: this is not a policy.
     """
     if policy in (None, "root", "none"):
         return {}
@@ -33,21 +32,17 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     tied = _tied_modules(root, found)
     if tied:
         messages.info_once(
-            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: a parameter in there is tied "
-            "to one elsewhere, and both must be gathered together."
+            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: a parameter there is tied to "
+            "another module's, and both must be gathered together."
         )
     return {name: module for name, module in found.items() if name not in tied}
 
 
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
-    """The modules inside ``root`` that a policy names.
+    """The modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    Args:
-        root: the module to look in; it is not among the results.
-        policy: a class, a class name, several of them, a predicate ``f(name, module)`` or (with ``smallest``) a number
-            of parameters.
-        argument: what the policy is called in errors.
-        smallest: whether a number is allowed.
+    The policy is one or several classes or class names, ``f(name, module)`` or, with ``smallest``, a number of
+    parameters. Errors call it ``argument``.
     """
     candidates = {
         name: module
@@ -86,15 +81,15 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     if callable(policy) and not isinstance(policy, nn.Module):
         return lambda name, module: bool(policy(name, module))
     raise TypeError(
-        f"FSDPStrategy({argument}={policy!r}) is {messages.a(policy)}. Pass a class, a class name, several of "
-        "them, or a function f(name, module) -> bool."
+        f"FSDPStrategy({argument}={policy!r}) is {messages.a(policy)}. Pass one or several classes or class names, or "
+        "a function f(name, module) -> bool."
     )
 
 
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
-    """Bottom-up: a module becomes a group as soon as what is not in a group inside it has ``least`` parameters."""
+    """Bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
     if least < 1:
-        raise ValueError(f"FSDPStrategy(wrap={least}) is no number of parameters. Pass 1 or more, or 'auto'.")
+        raise ValueError(f"FSDPStrategy(wrap={least}) is not a number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()
     taken: set[int] = set()
     for name, module in reversed(list(candidates.items())):
@@ -106,13 +101,13 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 
 
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters."""
+    """The repeated block: the class with the most parameters, of those that a container holds at least twice."""
     outer = repeated_elements(root)
     kinds = {type(module) for module in of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
-            f"FSDP found no repeated block in {type(root).__name__}, so all of it is gathered at once. For a large "
-            "model name the classes to gather one by one: FSDPStrategy(wrap=[...])."
+            f"FSDP found no repeated block in {type(root).__name__}, so it gathers all of it at once. For a large "
+            "model, name the classes to gather one by one: FSDPStrategy(wrap=[...])."
         )
         return {}
     found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
@@ -127,7 +122,7 @@ def _size(found: dict[str, nn.Module]) -> int:
 
 
 def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
-    """The names of blocks that hold a parameter which another module outside of them holds too."""
+    """Names of the blocks that share a parameter with a module outside the block."""
     homes: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module.parameters(recurse=False):
@@ -146,7 +141,7 @@ def check_shapes(module: nn.Module) -> None:
     if scalars:
         raise ValueError(
             f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
+            "be sharded. Give them the shape (1,), as in nn.Parameter(torch.tensor([1.0])), or use strategy='ddp'."
         )
 
 
@@ -154,20 +149,16 @@ def check_shapes(module: nn.Module) -> None:
 
 
 def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
-    """Let modules keep no activations: backward runs their forward again (Chen et al., Sublinear Memory Cost, 2016).
+    """Let backward run the forward of modules again, so activations are not kept (Chen et al., Sublinear Memory, 2016).
 
-    The forward itself is replaced, on the instance, so the names of parameters stay as they are.
-
-    Args:
-        root: the module to look in.
-        policy: as for :func:`find_modules`; True: the blocks that are sharded one by one.
-        blocks: those.
+    The modules are those of a policy, as for :func:`find_modules`, or ``blocks`` for True. Only the forward of each
+    instance is replaced, so the names of parameters do not change.
     """
     if policy is None or policy is False:
         return
     if policy is True and not blocks:
         raise ValueError(
-            f"FSDPStrategy(activation_checkpointing=True) recomputes the blocks that are sharded one by one, but "
+            f"FSDPStrategy(activation_checkpointing=True) recomputes the blocks that are sharded separately, but "
             f"{type(root).__name__} has none. Name the classes: activation_checkpointing=[...]."
         )
     found = blocks if policy is True else find_modules(root, policy, "activation_checkpointing")

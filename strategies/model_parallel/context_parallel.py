@@ -1,4 +1,4 @@
-"""Sequences split over processes: each computes its part, and attention fetches the keys and values of the others."""
+"""Sequences split over processes: each computes its part, and attention gathers the keys and values of all parts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...torch_private import pytree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Which dimension of a batch's tensors is the sequence: of all of them, or by key or place in the batch.
+#: The sequence's dimension in a batch's tensors: one for all of them, or by key or index in the batch.
 Dims = int | Mapping[Any, int]
 
 
 class SplitSequences:
     """Runs a step on this process's part of each sequence of the batch.
 
-    The parts are successive: process r of n has the r-th n-th. Keys and values of all parts are gathered before each
-    attention (as for Llama 3, Grattafiori et al., 2024), so that the result is that of the whole sequence.
+    Process r of n has the r-th of n successive parts. The keys and values of all parts are gathered before each
+    attention (as for Llama 3, Grattafiori et al., 2024), so the result equals that for the whole sequence.
 
     Args:
-        mesh: one dimension, over whose processes sequences are split.
-        dims: the dimension of the sequence in the batch's tensors; a tensor that a mapping does not name stays whole.
+        mesh: one dimension, over which sequences are split.
+        dims: the sequence's dimension in the batch's tensors; tensors that a mapping does not name stay whole.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
         self.mesh, self.dims = mesh, dims
 
     def bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step with the batch cut and attention reaching over all parts."""
+        """Return the step, which gets a part of each sequence and attends to all parts."""
         attention = _Attention(self.mesh)
 
         def on_a_part(batch: Any, *more: Any) -> Any:
@@ -49,7 +49,7 @@ class SplitSequences:
         """This process's part of a batch.
 
         Raises:
-            ValueError: a length does not divide by the number of processes, or the batch lacks a named tensor.
+            ValueError: a length is not divisible by the number of processes, or the batch lacks a named tensor.
         """
         if not isinstance(self.dims, Mapping):
             dim = self.dims
@@ -59,8 +59,8 @@ class SplitSequences:
         if absent:
             has = f"the keys {list(named)}" if named else f"none: it is {messages.a(batch)}"
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch has {has}. Name "
-                "its keys, or the places in a tuple; a number alone is the dimension in all tensors."
+                f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch has {has}. Use "
+                "its keys, or the indices in a tuple; a single number is the dimension in all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value
@@ -81,13 +81,13 @@ class SplitSequences:
         if tensor.shape[dim] % count:
             raise ValueError(
                 f"A sequence of {tensor.shape[dim]} elements ({name}, dimension {dim}) cannot be split evenly over "
-                f"context_parallel={count} processes. Pad it to a multiple of {count}, or drop the last ones."
+                f"context_parallel={count} processes. Pad it to a multiple of {count}, or drop the last elements."
             )
         return tensor.chunk(count, dim)[self.mesh.get_local_rank()]
 
 
 class _Attention(TorchFunctionMode):
-    """While active, scaled_dot_product_attention of a part's queries reaches over all parts' keys and values."""
+    """While active, scaled_dot_product_attention of a part's queries uses the keys and values of all parts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class _Attention(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
-                "nn.MultiheadAttention with context_parallel: it makes its own masks for the part of the sequence that "
-                "it sees. Write the attention with F.scaled_dot_product_attention."
+                "nn.MultiheadAttention with context_parallel is not supported: its masks cover only its part of the "
+                "sequence. Write the attention with F.scaled_dot_product_attention."
             )
         return func(*args, **kwargs)
 
@@ -116,15 +116,15 @@ class _Attention(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise NotImplementedError(
-                f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()}: a mask of "
-                f"shape {tuple(attn_mask.shape)} is that of one part of the sequence. Use is_causal=True or no mask; "
-                "for padding, let the loss ignore what was padded."
+                f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()} is not "
+                f"supported: a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
+                "is_causal=True or no mask; if the batch is padded, let the loss ignore the padding."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
             raise ValueError(
                 f"Causal attention of {length} queries over {key.shape[-2]} keys with context_parallel: both must be "
-                "the same part of one sequence. Split both tensors (context_parallel_dims=...)."
+                "from the same part of a sequence. Split both tensors (context_parallel_dims=...)."
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None
         key, value = (self._all_parts(tensor)[..., :seen, :] for tensor in (key, value))
@@ -132,6 +132,6 @@ class _Attention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:
-        """The whole sequence, (..., length, features); its gradient goes back summed to where each part came from."""
+        """The whole sequence, (..., length, features); each part gets the sum of its gradients over processes."""
         part = DTensor.from_local(tensor, self.mesh, [Shard(tensor.dim() - 2)], run_check=False)
         return part.full_tensor(grad_placements=[Partial()])

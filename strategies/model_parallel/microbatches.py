@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and what a step returns for them put together again."""
+"""Split a batch into micro-batches, and join what a step returns for them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
-    """Cut a batch along the first dimension of its tensors.
+    """Split a batch along the first dimension of its tensors.
 
-    What has another first dimension than the batch's first tensor, or none, goes into every micro-batch whole. Lists
-    with a value (a string, a number) for each sample are cut like tensors.
+    Tensors with another first dimension than the batch's first tensor go whole into every micro-batch. Lists with a
+    value (a string, a number) for each sample are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
-        count: number of micro-batches; fewer for a batch of fewer samples. The first are one sample larger where the
-            samples cannot be shared out evenly.
+        count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly, the first
+            micro-batches have one more.
 
     Returns:
-        The micro-batches and how many samples are in each.
+        The micro-batches, and the number of samples in each.
 
     Raises:
-        TypeError: there is nothing to cut.
+        TypeError: the batch contains no tensor with a first dimension.
     """
     size = _first_size(batch)
     if size is None:
         raise TypeError(
-            f"A batch of type {type(batch).__name__} cannot be cut into micro-batches for the pipeline: no tensor with "
-            "a first dimension was found in it. Pass tensors in tuples, lists, dicts or dataclasses."
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches for the pipeline: it contains "
+            "no tensor with a first dimension. Pass tensors in tuples, lists, dicts or dataclasses."
         )
     count = max(min(count, size), 1)
     ends = [size // count * index + min(index, size % count) for index in range(count + 1)]
@@ -76,7 +76,7 @@ def _has_a_value_each(values: Sequence[Any], size: int) -> bool:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with changed values; anything else as it is."""
+    """A container of the same kind with changed values; other values stay as they are."""
     if isinstance(value, tuple):
         values = [change(v) for v in value]
         return value._make(values) if hasattr(value, "_make") else type(value)(values)  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def form_of(batch: Any) -> tuple[Any, ...]:
-    """What decides the shapes of everything that a step makes of a batch: the forms of its tensors."""
+    """The shapes and dtypes of a batch's tensors, on which those of a step's results depend."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
 
 
@@ -107,10 +107,10 @@ def leaves(value: Any) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put together what a step returned for the micro-batches of one batch.
+    """Join what a step returned for the micro-batches of a batch.
 
-    Tensors and lists with an entry a sample are concatenated, single numbers averaged by samples; containers are
-    walked. Of what is neither, the first micro-batch's counts.
+    Tensors and lists with an entry for each sample are concatenated, and single numbers are averaged over samples, also
+    in containers. Of other values, the first micro-batch's is kept.
     """
     first = values[0]
     if len(values) == 1:
@@ -124,18 +124,13 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, (tuple, list)):
         if all(_has_a_value_each(v, size) for v, size in zip(values, sizes, strict=True)):
             return type(first)(entry for value in values for entry in value)
-        joined = [join(inner, sizes) for inner in zip(*values, strict=True)]
-        return _rebuilt(first, _next_of(joined))
+        joined = iter([join(inner, sizes) for inner in zip(*values, strict=True)])
+        return _rebuilt(first, lambda _: next(joined))
     if isinstance(first, Mapping):
         return {key: join([value[key] for value in values], sizes) for key in first}
     return first
 
 
-def _next_of(values: list[Any]) -> Callable[[Any], Any]:
-    left = iter(values)
-    return lambda _: next(left)
-
-
 def mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The weighed mean of numbers or tensors."""
+    """The weighted mean of numbers or tensors."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from ..distributed import DistributedStrategy
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-#: Plans (buffers for micro-batches of one form) that are kept at a time.
+#: Number of plans (buffers for micro-batches of one form) that are kept.
 _KEPT_PLANS = 4
-#: They say in the bits of one number which of them use a weight.
+#: Each process has a bit in a number that says which of them use a weight.
 _MOST_PROCESSES = 62
 _HOST = torch.device("cpu")
 
 
 class Pipeline:
-    """Runs the steps of a module whose blocks lie on successive processes; a part of ModelParallelStrategy.
+    """Runs the steps of a module whose blocks are on successive processes; a part of ModelParallelStrategy.
 
-    Every process of a pipeline sees the same batch. It is cut into micro-batches, which follow each other through the
-    stages; ``training_step`` runs once for each of them on every stage, from the stage's first block to its last, and
-    so what follows the network (the loss, ``self.log``) runs on the last stage. Forward and backward run together in
-    the step; the loss that it returns has only its own factor left to differentiate.
+    Every process of a pipeline sees the same batch. It is split into micro-batches, which pass through the stages one
+    after another. Every stage runs ``training_step`` for each of them, from the stage's first block to its last; what
+    follows the network (the loss, ``self.log``) runs on the last stage. Forward and backward run together in the step,
+    so a backward pass of the loss that it returns only yields a factor for the gradients.
 
     Args:
-        strategy: the strategy it is a part of.
+        strategy: the strategy that uses this.
         schedule: ``"gpipe"`` (Huang et al., GPipe, 2019), ``"1f1b"`` (Narayanan et al., Memory-Efficient
             Pipeline-Parallel DNN Training, 2021) or ``"interleaved_1f1b"`` (Narayanan et al., Efficient Large-Scale
             Language Model Training, 2021).
-        microbatches: pieces that a batch is cut into; None: four for each process.
-        virtual_stages: stages on each process; more than one for the interleaved schedule only, whose default is 2.
-        split_points: names of the modules that the second and later stages begin with; None: even by parameters.
+        microbatches: number of micro-batches per batch; None: four for each process.
+        virtual_stages: stages on each process; more than one only for the interleaved schedule, whose default is 2.
+        split_points: names of the first modules of the second and later stages; None: split evenly by parameters.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Pipeline:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def meet(self, mesh: Any) -> None:
-        """Take the place that this process has along the mesh's ``"pp"`` dimension."""
+        """Take this process's position in the mesh's ``"pp"`` dimension, and create the groups."""
         self.group = mesh["pp"].get_group()
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self.host = self._host_group(mesh, "pp")
-        #: Groups of the processes that hold the same stages of copies of the pipeline, on the device and the host.
+        #: Groups of the processes that hold the same stages of the pipeline's copies, for the device and the host.
         self.copies = [
             (mesh[axis].get_group(), self._host_group(mesh, axis))
             for axis in ("dp_replicate", "dp_shard")
@@ -115,71 +115,66 @@ class Pipeline:
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether a module has been split already."""
+        """Whether a module has been split."""
         return self.stages is not None and self.stages.module is module
 
     def split(self, module: nn.Module) -> None:
-        """Find the stages of a module and leave out the weights of other processes' stages."""
-        self._plans.clear()
-        self._passages.clear()
+        """Split a module into stages, and drop the weights of other processes' stages."""
+        self.rest()
         self.stages = Stages(module, self.size * self.virtual, self.strategy.device, self.split_points)
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
-        """Give the buffers back at the end of a run."""
+        """Free the buffers."""
         self._plans.clear()
         self._passages.clear()
         self._leaf = None
 
     @property
     def held(self) -> Weights:
-        """The weights, once there is a module."""
+        """The weights; raises before a module is set up."""
         if self.weights is None:
             raise RuntimeError("The pipeline has no module yet: call setup_module first.")
         return self.weights
 
     def to_device(self, module: nn.Module) -> nn.Module:
-        """Bring what this process holds to its device."""
+        """Move the tensors that this process holds to its device."""
         device = self.strategy.device
         return getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def check_training(self, module: nn.Module) -> None:
-        """Refuse what a pipeline cannot train."""
+        """Raise if a pipeline cannot train a module."""
         if not getattr(module, "automatic_optimization", True):
             raise ValueError(
-                f"{type(module).__name__} asks for manual optimization, but in a pipeline the schedule interleaves the "
+                f"{type(module).__name__} uses manual optimization, but a pipeline's schedule interleaves the "
                 "micro-batches' forward and backward passes. Return the loss from training_step "
                 "(automatic_optimization = True), or use pipeline_parallel=1."
             )
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Take note of the optimizers: their state is where the weights are."""
+        """Set the optimizers, whose state is where the weights are."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "LBFGS needs all weights in one process, but a pipeline spreads them. Use another optimizer, or "
-                    "pipeline_parallel=1."
+                    "LBFGS needs all weights in one process, but a pipeline distributes them. Use another optimizer, "
+                    "or pipeline_parallel=1."
                 )
         self.held.optimizers = optimizers
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., Any], logs: Any, training: bool) -> Callable[..., Any]:
-        """Return what runs a batch through the pipeline in place of ``step``.
+        """Return a function that runs a batch through the pipeline, to call in place of ``step``.
 
-        Args:
-            step: the module's step, in the precision's context.
-            logs: has ``take`` and ``put``: what was logged on the last stage is brought to all; or None.
-            training: run backward too.
+        ``take`` and ``put`` of ``logs``, unless it is None, bring the last stage's logged values to all stages.
         """
-        self._plans.clear()
-        self._passages.clear()
+        self.rest()
         self._fresh = True
         self._refuse_compiled()
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _refuse_compiled(self) -> None:
-        """A compiled network would run past its blocks' calls, between which the pipeline is cut."""
+        """Raise for a compiled network: it would not make the calls of its blocks, between which stages are split."""
         stages = self.held.stages
         around = {name.rpartition(".")[0] for name in stages.names}
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
@@ -188,7 +183,7 @@ class Pipeline:
             if is_compiled(module):
                 raise ValueError(
                     f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
-                    f"cuts between its blocks. Compile those instead: for block in ...: block.compile()."
+                    f"is split between its blocks. Compile those instead: for block in ...: block.compile()."
                 )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
@@ -227,7 +222,7 @@ class Pipeline:
         return None if precision.scaler is None else precision.scale_loss(torch.ones((), device=self.strategy.device))
 
     def _output(self, call: Call, logs: Any, weights: Weights) -> Any:
-        """What the loop gets for the batch; the loss and what was logged are the same on every stage."""
+        """The step's output for the whole batch; the loss and logged values are the same on every stage."""
         if not call.training:
             output = micro.join(call.outputs, call.sizes) if self.last else None
             self._share(("", None), [], logs)
@@ -245,12 +240,12 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Finish the gradients of the last batch: they are there but for the factor that its loss has been given."""
+        """Finish the gradients of the last batch, which only lack the factor that its loss was multiplied with."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(
-                "In a pipeline the trainer's backward belongs to the loss that training_step returned. Run other "
-                "losses' backward with pipeline_parallel=1."
+                "In a pipeline, backward can only run for the loss that training_step returned. Use "
+                "pipeline_parallel=1 to run backward for other losses."
             )
         self._leaf = None
         if how is None:
@@ -268,7 +263,7 @@ class Pipeline:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def _draw_seed(self) -> int:
-        """A batch's seed, the same on all stages: their generators are in the same state between batches."""
+        """A seed for a batch, the same on all stages: their generators have the same state between batches."""
         if self._fresh:
             self._fresh = False
             torch.set_rng_state(self._from(0, torch.get_rng_state()))
@@ -284,7 +279,7 @@ class Pipeline:
             torch.cuda.set_rng_state(state[1], self.strategy.device)
 
     def seed(self, seed: int, index: int, stage: int) -> None:
-        """Begin the random numbers of a micro-batch, or those of a stage's own blocks for it."""
+        """Seed the random numbers of a micro-batch, or those of a stage's own blocks for it."""
         mixed = (seed ^ (index * 0x9E3779B97F4A7C15 + stage * 0xBF58476D1CE4E5B9)) & (2**63 - 1)
         torch.default_generator.manual_seed(mixed)
         if self.strategy.device.type == "cuda":
@@ -293,13 +288,13 @@ class Pipeline:
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """A process's object, by its place in the pipeline, on all of it."""
+        """The object of a process, by its index in the pipeline, on all processes of the pipeline."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value of a torchmetrics ``Metric`` whose samples the last stage has seen, on all stages."""
+        """The value, on all stages, of a torchmetrics ``Metric`` that the last stage has updated."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group
@@ -314,10 +309,10 @@ class Pipeline:
         return value.to(self.strategy.device) if isinstance(value, Tensor) else value
 
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
-        """Bring the last stage's numbers to all, with what was logged there.
+        """Send the last stage's numbers and logged values to all stages.
 
-        The hosts exchange a few integers and, when it changes, the layout; the numbers stay on the device. ``weights``
-        learn from the same exchange who uses what.
+        The hosts exchange a few integers and, if it changes, the layout; the numbers stay on the device. The same
+        exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).
@@ -361,13 +356,14 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a number of pieces. Pass 1 or more, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more. Change it, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, one stage on each process. "
+            f"virtual_stages={virtual_stages}, but pipeline_schedule={schedule!r} has one stage on each process. "
             "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
         raise ValueError(
-            "pipeline_schedule='interleaved_1f1b' with virtual_stages=1 is '1f1b'. Write that, or virtual_stages=2."
+            "pipeline_schedule='interleaved_1f1b' with virtual_stages=1 is the same as '1f1b'. Use that, or "
+            "virtual_stages=2."
         )

@@ -1,4 +1,4 @@
-"""The pass of the micro-batches of one batch through the stages: forms learned once, buffers, schedule."""
+"""Run the micro-batches of a batch through the stages: forms of tensors, buffers, schedule."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
-#: What errors say where a tensor without values met an operation that needs them.
+#: Words of errors about operations that need the values of a tensor without values.
 _SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
 class Call:
-    """One batch on its way through the stages.
+    """One batch that passes through the stages, as micro-batches with ``sizes`` samples.
 
     Args:
         step: the user's step.
-        more: what it is called with after the batch.
+        more: its arguments after the batch.
         batches: the micro-batches.
-        sizes: samples in each.
-        seed: what all stages draw their random numbers from; micro-batches and stages get different ones.
-        scale: what losses are multiplied with before backward (fp16); None: nothing.
+        sizes: number of samples in each.
+        seed: seed for all stages; random numbers differ between micro-batches and stages.
+        scale: fp16's loss scale; None for none.
         training: whether backward follows.
-        unit: what items are counted in, about those of a micro-batch, so that weighed losses stay in fp16's range;
-            None: not known yet.
+        unit: number of items that counts as 1, about that of a micro-batch, so that weighted losses stay in fp16's
+            range; None: not known yet.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Call:
         self.unit = unit
 
     def finish(self, index: int, output: Any) -> Tensor:
-        """Keep what the step returned on the last stage; return what backward starts from, shape ()."""
+        """Keep the step's output on the last stage; return the tensor from which backward starts, shape ()."""
         if not self.training:
             self.outputs[index] = output
             return torch.zeros(())
@@ -70,12 +70,12 @@ class Call:
             what = "None" if output is None else f"{type(loss).__name__} as its loss"
             raise TypeError(
                 f"training_step returned {what} for a micro-batch, so there is nothing to run backward on. Return the "
-                "loss, one number as a tensor, or a dict with it under 'loss'; in a pipeline no batch can be skipped."
+                "loss, a tensor with one number, or a dict with it under 'loss'; a pipeline cannot skip batches."
             )
         if not loss.requires_grad:
             raise RuntimeError(
-                "training_step returned a loss that no parameter of the last pipeline stage can learn from: it has no "
-                "graph. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
+                "training_step returned a loss without a graph, from which no parameter of the last pipeline stage can "
+                "learn. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
             )
         items = output.get("num_items") if isinstance(output, Mapping) else None
         self.items[index] = items
@@ -90,13 +90,13 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """The batch's loss, with its items and their number of units if they were said; whether, and its dtype."""
+        """The batch's loss, with its items and units if the step returned items; whether it did, and the dtype."""
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
         form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
         if any((items is not None) != form[0] for items in self.items):
             raise ValueError(
-                "training_step returned 'num_items' for some micro-batches only, so their losses cannot be weighed. "
-                "Return it always, or never."
+                "training_step returned 'num_items' for some micro-batches only, so their losses cannot be weighted. "
+                "Return it always or never."
             )
         weights = self.items if form[0] else self.sizes
         loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
@@ -105,17 +105,11 @@ class Call:
 
 
 class Plan:
-    """What is needed to run ``count`` micro-batches of one form.
+    """Runs ``count`` micro-batches of one form.
 
-    The forms of what travels between stages are learned when it is made: each stage runs the first micro-batch up to
-    its exit, without the values of the stages before, and tells the next one.
-
-    Args:
-        pipeline: whose stages.
-        call: the batch.
-        first: the index of the first of its micro-batches that are meant.
-        count: number of micro-batches.
-        passages: what is known already of micro-batches of this form.
+    When it is created, it finds the forms of the tensors that are sent between stages: each stage runs the first
+    micro-batch up to its exit, without the values of earlier stages, and tells the next stage. ``passages`` has what is
+    already known about micro-batches of this form, by stage.
     """
 
     def __init__(
@@ -135,7 +129,7 @@ class Plan:
         self.schedule = self._schedule([self._stage(part) for part in self.parts])
 
     def run(self, call: Call, first: int) -> None:
-        """Forward and, in training, backward of ``count`` micro-batches from index ``first`` on."""
+        """Run forward and, in training, backward for ``count`` micro-batches from index ``first``."""
         self.call, self.first = call, first
         for part in self.parts:
             part.done = 0
@@ -151,7 +145,7 @@ class Plan:
     # ---- one stage, one micro-batch --------------------------------------------------------------------------------
 
     def pass_through(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Run a stage's part of the step; return what is sent on, or on the last stage what backward starts from."""
+        """Run a stage's part of the step; return the tensors to send, or on the last stage the loss."""
         call, passage = self.call, self.passages[stage]
         index += self.first
         left, output = self._reach(stage, index, received)
@@ -171,7 +165,7 @@ class Plan:
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
     ) -> tuple[Left | None, Any]:
-        """Run the step until the stage's exit, or its end: what it left with, or what it returned."""
+        """Run the step until the stage's exit or the step's end; return the exit's arguments or the step's output."""
         call, seed = self.call, self.pipeline.seed
 
         def enter() -> None:
@@ -197,8 +191,8 @@ class Plan:
     def _not_called(self, block: int) -> str:
         name = self.stages.names[block]
         return (
-            f"The step of {type(self.stages.module).__name__} ended without a call of {name}, with which a pipeline "
-            "stage begins. Every step must run the network through, block after block: name other modules in "
+            f"The step of {type(self.stages.module).__name__} ended without a call of {name}, the first module of a "
+            "pipeline stage. Every step must call the network's blocks one after another: name other modules in "
             "split_points, or use pipeline_parallel=1."
         )
 
@@ -206,8 +200,8 @@ class Plan:
         name = self.stages.names[self.stages.range(stage).start]
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
-            f"computes, other than through the arguments of {name} (a skip connection, a weight of another stage, or a "
-            "Python number read from a tensor before it). Pass it on through the arguments of the blocks, or cut "
+            f"computes and that is not among the arguments of {name} (a skip connection, a weight of another stage, or "
+            "a Python number read from an earlier tensor). Pass it through the arguments of the blocks, or split "
             "elsewhere with split_points."
         )
 
@@ -227,7 +221,7 @@ class Plan:
                     buffer.copy_(value)
 
     def _offer(self, stage: int) -> None:
-        """Tell the next stage what there is to send; learn what it wants."""
+        """Tell the next stage which tensors there are, and find out which it needs."""
         passage = self.passages[stage]
         received = tuple(form.make(self.device) for form in passage.inputs)
         left, _ = self._reach(stage, self.first, received)
@@ -243,7 +237,7 @@ class Plan:
         passage.outputs = tuple(forms[position] for position in wanted)  # type: ignore[misc]
 
     def _ask(self, stage: int) -> None:
-        """Learn what the stage before has to send; tell it what is wanted of that."""
+        """Find out which tensors the previous stage has, and tell it which are needed."""
         passage, sender = self.passages[stage], self.pipeline.process_of(stage - 1)
         forms = self._receive(sender)
         if forms is None:
@@ -254,9 +248,9 @@ class Plan:
         problem = None
         if left.count != len(forms) or any(forms[position] is None for position in left.leaves):
             problem = (
-                f"{self.stages.names[self.stages.range(stage).start]}, with which pipeline stage {stage} begins, is "
-                "called with other arguments on that stage than on the one before. Arguments may not depend on the "
-                "values of tensors, or be objects that blocks change (use_cache=False for transformers' models)."
+                f"{self.stages.names[self.stages.range(stage).start]}, the first module of pipeline stage {stage}, has "
+                "other arguments on that stage than on the previous one. Arguments must not depend on the values of "
+                "tensors, or be objects that blocks change (use_cache=False for transformers' models)."
             )
         self._send(problem or left.leaves, sender)
         if problem:
@@ -300,14 +294,13 @@ class Plan:
 
 
 class _Part(nn.Module):
-    """What torch takes for a stage's module: it runs the next micro-batch through the stage."""
+    """The module of a stage for torch: its forward runs the stage's part of the step on the next micro-batch."""
 
     def __init__(self, plan: Plan, stage: int) -> None:
         super().__init__()
         self.plan, self.stage, self.done = plan, stage, 0
 
     def forward(self, *received: Tensor) -> Any:
-        """Run the stage's part of the step on the next micro-batch."""
         index = self.done
         self.done += 1
         return self.plan.pass_through(self.stage, index, received)

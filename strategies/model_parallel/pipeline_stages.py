@@ -1,10 +1,10 @@
-"""A module cut into pipeline stages: which blocks each holds, and how the user's own step runs between two cuts.
+"""A module split into pipeline stages: the blocks of each, and how the user's step runs between two splits.
 
-No network is rewritten and nothing is traced. On every stage the user's step runs as it is written, and the calls of a
-few blocks are answered differently: those before the stage are skipped, the stage's first block gets what the stage
-before has sent, and the call of the next stage's first block ends the run, with its arguments as what is sent on.
-What the step does before the entry is computed again on every stage where it needs no weights (masks, positions,
-noise: the stages draw the same random numbers), and by shape alone where it does, with torch's fake tensors.
+No network is rewritten or traced. Every stage runs the user's step as written and intercepts the calls of a few blocks:
+blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call of
+the next stage's first block ends the run, with its arguments to be sent. Before its first block, every stage computes
+what needs no weights (masks, positions, noise: all stages draw the same random numbers). Values derived from weights
+are known by shape only, as torch's fake tensors.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _CONTAINERS = (tuple, list, dict)
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a tensor that travels between two stages looks like."""
+    """The form of a tensor that is sent between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def make(self, device: torch.device) -> Tensor:
-        """A tensor of zeros of this form."""
+        """Create a tensor of zeros of this form."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
 @dataclass
 class Passage:
-    """What is known of one stage for micro-batches of one form.
+    """What is known about a stage for micro-batches of one form.
 
     Attributes:
-        wanted: which of the tensors in its first block's arguments the stage has to be sent.
+        wanted: indices, in its first block's arguments, of the tensors that the stage must receive.
         inputs: their forms.
-        sent: which of the tensors in the next stage's first block's arguments it sends.
+        sent: indices, in the next stage's first block's arguments, of the tensors that it sends.
         outputs: their forms.
-        skipped: by block before the stage, what a call of it returns (without values).
-        carried: blocks of the stage that are given tensors from before the entry; None: not known yet.
+        skipped: what each block before the stage returns, without values.
+        carried: blocks of the stage that get tensors from before its first block; None: not known yet.
     """
 
     wanted: tuple[int, ...] = ()
@@ -71,13 +71,8 @@ class Passage:
 class Stages:
     """The blocks of a module, in the order in which they run, and the first block of each stage.
 
-    What is outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages.
-
-    Args:
-        module: the TrainingModule.
-        count: number of stages.
-        device: where this process's stages run.
-        split_points: names of the modules that the second and later stages begin with; None: even by parameters.
+    Everything outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages. For
+    ``split_points`` see ModelParallelStrategy.
     """
 
     def __init__(
@@ -100,8 +95,8 @@ class Stages:
         for name, block in zip(self.names, self.blocks, strict=True):
             if id(block) in seen:
                 raise ValueError(
-                    f"{name} is the same module as {seen[id(block)]}, so it cannot be in one pipeline stage only. Give "
-                    "each block weights of its own, or use pipeline_parallel=1."
+                    f"{name} is the same module as {seen[id(block)]}, so it would be in several pipeline stages. Give "
+                    "each block its own weights, or use pipeline_parallel=1."
                 )
             seen[id(block)] = name
 
@@ -114,7 +109,7 @@ class Stages:
         return max(stage for stage in range(self.count) if self.starts[stage] <= block)
 
     def holders(self) -> dict[str, set[int]]:
-        """For each parameter and buffer, by its first name, the stages that hold it."""
+        """The stages that hold each parameter and buffer, by its first name."""
         inside: dict[int, set[int]] = {}
         for index, block in enumerate(self.blocks):
             for tensor in (*block.parameters(), *block.buffers()):
@@ -135,7 +130,7 @@ class Stages:
         return found
 
     def without_value(self, leaf: Any) -> Any:
-        """A tensor as what is known of it without its values; anything else as it is."""
+        """A tensor's fake tensor; other values stay as they are."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if not is_weight(leaf):
@@ -150,16 +145,16 @@ class Stages:
 
 
 class Run:
-    """One run of a step on one stage: a context in which the calls of blocks are answered as the stage needs it.
+    """One run of a step on one stage: a context that intercepts calls of blocks.
 
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known of it; completed by the first runs.
-        received: what the stage before has sent, in the order of ``passage.wanted``.
-        stop_at_entry: end the run there (to learn what the stage wants).
-        on_entry: called when the stage's own blocks begin.
-        seen: filled with the ids of the parameters that the stage itself uses; None: nobody asks.
+        passage: what is known about it; the first runs complete it.
+        received: tensors from the previous stage, in the order of ``passage.wanted``.
+        stop_at_entry: end the run at the stage's first block, to find out what the stage needs.
+        on_entry: called at the stage's first block.
+        seen: receives the ids of the parameters that the stage's own blocks use; None if not needed.
     """
 
     def __init__(
@@ -202,13 +197,13 @@ class Run:
         return False
 
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
-        """Let ``how`` answer the calls of a block, before hooks and compiled code see them."""
+        """Let ``how`` handle the calls of a block, before hooks and compiled code do."""
         attributes = vars(self.stages.blocks[block])
         self._before[block] = attributes.get(COMPILED_CALL)
         attributes[COMPILED_CALL] = how
 
     def _restore(self, block: int) -> Callable[..., Any]:
-        """Let a block answer its calls itself again; return what it does then."""
+        """Let a block handle its own calls again; return the function that does."""
         module = self.stages.blocks[block]
         before = self._before.pop(block)
         vars(module).pop(COMPILED_CALL)
@@ -221,7 +216,7 @@ class Run:
         mode, self.mode = self.mode, None
         if mode is not None:
             mode.on = False
-            if current_function_mode() is mode:  # otherwise one of the user's is still open inside it
+            if current_function_mode() is mode:  # otherwise a mode of the user is still open inside it
                 mode.__exit__(None, None, None)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
@@ -274,11 +269,11 @@ class Run:
 
 
 class Left(BaseException):
-    """A run has come to its stage's exit; no error, and nothing that a user's ``except Exception`` should stop.
+    """A run has reached its stage's exit. This is not an error, so a user's ``except Exception`` must not catch it.
 
     Args:
-        count: number of the leaves of the block's arguments.
-        leaves: they, or the positions that are wanted.
+        count: number of leaves of the block's arguments.
+        leaves: the leaves, or the indices of the needed ones.
     """
 
     def __init__(self, count: int, leaves: tuple[Any, ...]) -> None:
@@ -287,12 +282,10 @@ class Left(BaseException):
 
 
 class _Mode(TorchFunctionMode):
-    """What a step does before a stage's entry: by shape alone whatever comes of a weight, as written everything else.
+    """Before a stage's first block, values derived from weights are known by shape only; the rest runs as written.
 
-    Args:
-        stages: all stages.
-        seen: filled with the ids of the parameters that are used while it is not ``on``.
-        on: before the entry.
+    ``on`` says whether the step is before that block. If not, ``seen`` receives the ids of the parameters that are
+    used.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
@@ -319,20 +312,20 @@ class _Mode(TorchFunctionMode):
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(written, Tensor) and not is_fake(written) and not is_weight(written):
             raise RuntimeError(
-                f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a result of a "
-                f"weight into another tensor in place ({name}); a later pipeline stage, which does not have the "
-                "weight's value, would go on with a wrong tensor. Use an operation that returns a new one, such as "
-                "torch.cat or torch.where."
+                f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a value derived "
+                f"from a weight into another tensor in place ({name}). Later pipeline stages do not have the weight's "
+                "value, so they would continue with a wrong tensor. Use an operation that returns a new tensor, such "
+                "as torch.cat or torch.where."
             )
 
 
 def flatten(values: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested tuples, lists and dicts; other objects are leaves, whatever they hold."""
+    """The leaves of nested tuples, lists and dicts; all other objects are leaves."""
     return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
 
 
 def _has_no_value(values: Any) -> bool:
-    """Whether a weight, or what was computed from one, is among an operation's arguments."""
+    """Whether an operation's arguments contain a weight or a value derived from one."""
     for value in values:
         if isinstance(value, Tensor):
             if isinstance(value, FakeTensor) or is_weight(value):
@@ -343,12 +336,12 @@ def _has_no_value(values: Any) -> bool:
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a value is a parameter, or was left out because other processes hold it."""
+    """Whether a value is a parameter, or a tensor that only other processes hold."""
     return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and leaf.is_meta)
 
 
 def is_fake(leaf: Any) -> bool:
-    """Whether a value is a tensor without values, which comes from before a stage's entry."""
+    """Whether a value is a tensor without values, from before a stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 
@@ -366,7 +359,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
-    """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
+    """Names and sizes of the blocks: the children of the container that divides the most parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
         sizes = [_size(child) for child in own_modules(container).values() if child is not None]
@@ -379,8 +372,8 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     owner = type(module).__name__
     if not names:
         raise ValueError(
-            f"{owner} holds no nn.ModuleList or nn.Sequential of several layers with parameters, so there is nothing "
-            f"to cut into {count} pipeline stages. Put its repeated blocks into one, or use pipeline_parallel=1."
+            f"{owner} has no nn.ModuleList or nn.Sequential of several layers with parameters, so it cannot be split "
+            f"into {count} pipeline stages. Put its repeated blocks into one, or use pipeline_parallel=1."
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
@@ -391,7 +384,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
 
 
 def even_split(sizes: Sequence[int], count: int) -> list[int]:
-    """The first block of each stage, so that the largest stage is as small as can be; no stage is empty.
+    """The first block of each stage, such that the largest stage is as small as possible; no stage is empty.
 
     Blocks without parameters stay with the block before them.
     """
@@ -416,11 +409,11 @@ def even_split(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Names of the blocks, siblings of the split points, and the first of each stage."""
+    """Names of the blocks (the split points and their siblings), and the first block of each stage."""
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
-            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names, those of the "
-            "modules that the second and later stages begin with."
+            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names, of the first "
+            "modules of the second and later stages."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:
@@ -429,19 +422,19 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     parents = {name.rpartition(".")[0] for name in split_points}
     first = module.get_submodule(split_points[0])
     if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
-        # A stage may begin with the decoder: then the blocks before it are the encoder's.
+        # If a stage begins with the first block of a decoder, the blocks of the encoder come before it.
         parents |= {name for name, container in _containers(module) if type(next(container.children())) is type(first)}
     names = [name for name in known if name.rpartition(".")[0] in parents]
     nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if nested:
         raise ValueError(
-            f"split_points={list(split_points)!r}: {nested[0]} lies inside another of the pieces between which is cut. "
+            f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so there can be no split. "
             "Name modules that are not inside one another's siblings."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):
         raise ValueError(
-            f"split_points={list(split_points)!r} must be in the order in which the modules run, and not begin with "
-            f"the first ({names[0]})."
+            f"split_points={list(split_points)!r} must be in the order in which the modules run, without the first "
+            f"module ({names[0]})."
         )
     return names, starts

@@ -1,4 +1,4 @@
-"""What changes in ModelParallelStrategy where ``pipeline_parallel`` is above 1: the module lies in stages."""
+"""ModelParallelStrategy with ``pipeline_parallel`` above 1: the module is split into stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ...torch_private import unscale_with
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy
 from ..placement import move_optimizer_state
-from ..precision.base import Precision, gradients
+from ..precision.base import Precision, parameters
 from .microbatches import ScheduleName
+from .pipeline import Pipeline
 
 if TYPE_CHECKING:
     from .strategy import ModelParallelStrategy as Base
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class PipelineSteps(Base):
-    """Successive blocks on successive processes; goes before ModelParallelStrategy in a class's bases."""
+    """Successive blocks are on successive processes; goes before ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
 
@@ -43,21 +44,19 @@ class PipelineSteps(Base):
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        from .pipeline import Pipeline
-
         super().__init__(precision, **options)
         self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
         for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):
             if options.get(name, given) != given:
                 raise ValueError(
-                    f"ModelParallelStrategy({name}=...) shards or re-computes blocks, which does not go together with "
-                    f"pipeline_parallel. Leave {name} out; checkpoint activations in the blocks' own forward."
+                    f"ModelParallelStrategy({name}=...) shards or recomputes blocks, which pipeline_parallel does not "
+                    f"support. Leave {name} out; checkpoint activations in the blocks' own forward."
                 )
         if self._needs_sharding or self.asked["dp_shard"] not in ("auto", 1):
             raise ValueError(
                 f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, pipeline_parallel="
-                f"{self.asked['pp']}): the weights of a pipeline's stages are not sharded further. Use "
-                "data_parallel_replicate for copies of the pipeline, and more stages for less memory each."
+                f"{self.asked['pp']}): the weights of a pipeline's stages cannot be sharded. Use "
+                "data_parallel_replicate for copies of the pipeline, or more stages to use less memory for each."
             )
         if self.asked["cp"] != 1:
             raise ValueError(
@@ -66,8 +65,8 @@ class PipelineSteps(Base):
             )
         if self.loss_parallel:
             raise ValueError(
-                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the schedule runs backward by "
-                "itself, where split logits have none. Leave loss_parallel out."
+                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the pipeline's schedule runs "
+                "backward, and does not support split logits. Leave loss_parallel out."
             )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
@@ -75,7 +74,7 @@ class PipelineSteps(Base):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def _mesh_shape(self) -> tuple[int, ...]:
-        if self._fill_replicas:  # what the other sizes leave are copies of the pipeline
+        if self._fill_replicas:  # the remaining processes hold copies of the pipeline
             self.asked["dp_replicate"] = "auto"
         return super()._mesh_shape()
 
@@ -89,7 +88,7 @@ class PipelineSteps(Base):
         return nullcontext()  # each process has the whole module before it is split
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Leave in each process its stages' blocks and what is outside of the blocks, with rank 0's values."""
+        """Keep in each process its stages' blocks and everything outside the blocks, with rank 0's values."""
         pipeline = self.pipeline
         pipeline.syncs = True
         if not pipeline.knows(module):
@@ -101,7 +100,7 @@ class PipelineSteps(Base):
         return pipeline.to_device(module)
 
     def _split_layers(self, module: nn.Module) -> None:
-        """Split layers for tensor parallelism, before those of other stages are left out."""
+        """Split layers for tensor parallelism, before the process drops other stages."""
         splitter = self._make_splitter(module)
         if splitter is None:
             return
@@ -113,7 +112,7 @@ class PipelineSteps(Base):
         splitter.finish()
 
     def _give_values(self, module: nn.Module) -> None:
-        """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
+        """Give all ranks rank 0's values, one tensor at a time; layers without memory first get initial values."""
         self._materialize(module, torch.device("cpu"))
         with torch.no_grad(), self._at("giving every rank rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
@@ -134,7 +133,7 @@ class PipelineSteps(Base):
         return optimizers
 
     def _group_of_overflow(self) -> Any:
-        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
+        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree later
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         logs = step if hasattr(step, "take") else None
@@ -164,11 +163,6 @@ class PipelineSteps(Base):
         self.precision.unscale_gradients(optimizer)
         self.pipeline.held.agree_on_overflow(self.precision.scaler, optimizer)
 
-    def scale_gradients(self, optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
-        grads = gradients(optimizer)
-        if grads:
-            sharded_tensors.multiply(grads, factor)
-
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self.pipeline.held.clip_by_norm(parameters, max_norm, norm_type)
 
@@ -178,8 +172,8 @@ class PipelineSteps(Base):
                 closure()
             self.unscale_gradients(optimizer)
             closure = None
-        sharded_tensors.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
-        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
+        sharded_tensors.settle(parameters(optimizer))
+        with implicit_replication():  # an optimizer's lists contain both whole and split parameters
             return DistributedStrategy.optimizer_step(self, optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -189,10 +183,10 @@ class PipelineSteps(Base):
         return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        if not self.pipeline.knows(module):  # it is whole, in the process that started the others
+        if not self.pipeline.knows(module):  # in the process that started the others, the module is whole
             return module.load_state_dict(state, strict=strict)
         own = module.state_dict(keep_vars=True)
-        parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
+        parts = {name: sharded_tensors.cut_if_fits(value, own.get(name)) for name, value in state.items()}
         self.waiting.restored(state)
         return self.pipeline.held.load_model_state(parts, strict)
 
@@ -206,18 +200,13 @@ class PipelineSteps(Base):
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """None: each stage has those of its own layers."""
+        """None: each stage only has the gradients of its own layers."""
         return None
 
 
 def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with the tensors that several processes of a stage have parts of whole; each of them must call."""
+    """A state whose split tensors are gathered; every process of a stage must call this."""
     return {
         key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
         for key, value in state.items()
     }
-
-
-def _cut_like(value: Any, own: Any) -> Any:
-    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return sharded_tensors.cut(value, own) if fits else value

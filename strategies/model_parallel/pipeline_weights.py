@@ -1,4 +1,4 @@
-"""The weights of a pipeline: who holds which, whose gradients are put together, and the states of all of them."""
+"""The weights of a pipeline: which process holds which, sums of gradients, and complete states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...torch_private import own_buffers, scaler_states
 from .. import sharded_tensors
+from ..precision.base import parameters as parameters_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,13 +27,9 @@ _HOST = torch.device("cpu")
 class Weights:
     """The weights of a module that a pipeline runs.
 
-    A process holds the weights of its stages' blocks and, to begin with, all that are outside the blocks. In the first
-    training step it turns out which process uses which of these: the others leave them out, and where several use one
-    (tied weights) its gradients are summed over them. What a process has left out is on the meta device.
-
-    Args:
-        pipeline: the pipeline.
-        stages: the stages of the module.
+    A process holds the weights of its stages' blocks and, at first, all weights outside the blocks. The first training
+    step shows which processes use these weights. The other processes drop them: on those, they are on the meta device.
+    If several processes use a weight (tied weights), its gradients are summed over them.
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
@@ -45,11 +42,11 @@ class Weights:
         self._named = dict(self.module.named_parameters())
         self._shared = [name for name in self._named if len(self.holders[name]) > 1]
         self._users: dict[str, set[int]] = {}
-        #: The weights whose use has been seen; None once the first step has told.
+        #: Ids of the weights that this process has used; None after the first step.
         self.seen: set[int] | None = set()
         self._groups: dict[tuple[int, ...], Any] = {}
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
-        #: Shared weights of which somebody has a gradient in this window.
+        #: Shared weights that have a gradient on some process in this window.
         self._window: set[str] = set()
         for name in self._named:
             if pipeline.rank not in self.holders[name]:
@@ -74,13 +71,13 @@ class Weights:
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def set_gradients_aside(self) -> None:
-        """Keep what earlier batches of the window have left; the next batch starts from none."""
+        """Keep the gradients of the window's earlier batches, so that the next batch starts without any."""
         self._earlier = [(p, p.grad) for p in self._held if p.grad is not None]
         for parameter, _ in self._earlier:
             parameter.grad = None
 
     def take_gradients(self, factor: Tensor | None) -> None:
-        """Multiply the batch's gradients by a factor, shape (), and add what was set aside."""
+        """Multiply the batch's gradients by a factor, shape (), and add those of earlier batches."""
         grads = [p.grad for p in self._held if p.grad is not None]
         if grads and factor is not None:
             sharded_tensors.multiply(grads, factor)
@@ -89,7 +86,7 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """Of each weight that several processes hold, whether this one uses it and whether it has a gradient."""
+        """For each weight that several processes hold: whether this one uses it, and whether it has a gradient here."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
@@ -99,7 +96,7 @@ class Weights:
         return found
 
     def settle(self, use: list[int]) -> None:
-        """Take note of all processes' :meth:`use`; leave out what in the first step others alone use."""
+        """Take all processes' :meth:`use`; in the first step, drop weights that only others use."""
         everyone, first, rank = set(range(self.pipeline.size)), self.seen is not None, self.pipeline.rank
         self.seen = None
         for name, users_bits, has_gradient in zip(self._shared, use[::2], use[1::2], strict=True):
@@ -116,7 +113,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of weights that several processes use; average all over the copies of the pipeline."""
+        """Sum the gradients of weights that several processes use, and average all over the pipeline's copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -140,7 +137,7 @@ class Weights:
         return self._groups[users]
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm over all stages; what several processes hold counts once. Returns it as it was, shape ()."""
+        """Clip the norm over all stages, in which a shared weight counts once; return the norm before, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}
@@ -157,14 +154,14 @@ class Weights:
         return norm
 
     def agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
-        """An overflow on one stage is one on all: the step is made by all or by none."""
+        """Treat an overflow on one stage as one on all, so that all stages step, or none."""
         if scaler is None or not scaler.is_enabled():
             return
         for found in scaler_states(scaler)[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Whether a gradient is counted here: on the first of the processes that use the weight."""
+        """Whether this process counts a gradient: it must be the first that uses the weight."""
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])
@@ -172,7 +169,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The whole ``state_dict`` on the pipeline's first process, of each process's own; elsewhere its own part."""
+        """The complete ``state_dict`` on the pipeline's first process, this process's part elsewhere."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -190,7 +187,7 @@ class Weights:
         return {name: found[name][0] for name in state if name in found}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> Any:
-        """Load this process's part of a whole ``state_dict``."""
+        """Load this process's part of a complete ``state_dict``."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
             result = self.module.load_state_dict(state, strict=strict)
@@ -198,7 +195,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The whole optimizer state, by parameter index, on the pipeline's first process; elsewhere its own part."""
+        """The complete optimizer state on the pipeline's first process, this process's part elsewhere."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state
@@ -209,15 +206,14 @@ class Weights:
         return {**state, "state": dict(sorted(found.items()))}
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """What this process needs of a whole optimizer state."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        """This process's part of a complete optimizer state."""
         indices = [index for group in state["param_groups"] for index in group["params"]]
-        here = {index for index, parameter in zip(indices, parameters, strict=True) if not parameter.is_meta}
+        here = {index for index, p in zip(indices, parameters_of(optimizer), strict=True) if not p.is_meta}
         return {**state, "state": {index: entry for index, entry in state["state"].items() if index in here}}
 
     def _send_to_first(self, entries: Mapping[Any, Any]) -> None:
         first = self.pipeline.process_of(0)
-        for entry in (*entries.items(), None):  # one at a time: the first process never holds all of them twice
+        for entry in (*entries.items(), None):  # one at a time, so that the first process never holds all twice
             dist.send_object_list([entry], first, group=self.pipeline.host, device=_HOST)
 
     def _receive_from(self, rank: int) -> Iterator[tuple[Any, Any]]:
@@ -230,7 +226,7 @@ class Weights:
 
 
 def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -> None:
-    """Sum or average gradients over a group, several in one message; one that is missing counts as zeros."""
+    """Sum or average gradients over a group, several per message; a missing gradient counts as zeros."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

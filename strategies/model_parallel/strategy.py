@@ -1,4 +1,4 @@
-"""One model spread over processes: split layers, pipeline stages, sharded and replicated parameters, one mesh."""
+"""One model distributed over a mesh: split layers, pipeline stages, sharded and replicated parameters."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
+from ..precision.base import parameters as parameters_of
+from .context_parallel import SplitSequences
 from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
+from .tensor_parallel import SplitLoss, Splitter
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .tensor_parallel import Splitter
 
 T = TypeVar("T")
 
-#: The mesh's dimensions, outermost first: ranks of one tensor-parallel group are neighbors, on one machine.
+#: The mesh's dimensions, outermost first: the ranks of a tensor-parallel group are neighbors, on one machine.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: The argument for each of them.
+#: The argument for each dimension.
 ARGUMENTS = {
     "pp": "pipeline_parallel",
     "dp_replicate": "data_parallel_replicate",
@@ -40,49 +42,49 @@ ARGUMENTS = {
     "cp": "context_parallel",
     "tp": "tensor_parallel",
 }
-#: Options of FSDPStrategy that mean something only where parameters are sharded.
+#: Options of FSDPStrategy that only have an effect if parameters are sharded.
 _SHARDING_ONLY = ("mixed_precision", "cpu_offload")
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """``"model_parallel"``: the processes form a mesh, whose dimensions share the work in different ways.
+    """``"model_parallel"``: the processes form a mesh, each dimension of which distributes the work in another way.
 
-    The product of the sizes is the number of processes. The ranks of one tensor-, context- and pipeline-parallel group
-    see the same data, and draw the same random numbers: dropout drops the same elements of what each of them has whole.
+    The product of the sizes is the number of processes. The ranks of a tensor-, context- or pipeline-parallel group see
+    the same data and draw the same random numbers, so dropout is the same where they hold the same tensors.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         data_parallel_replicate: number of copies of the (sharded) model.
-        data_parallel_shard: over how many processes each parameter is sharded, as by FSDPStrategy; ``"auto"``: over
-            those that the other sizes leave.
-        tensor_parallel: over how many processes each layer is split; ``"auto"``: those of one machine.
+        data_parallel_shard: number of processes over which each parameter is sharded, as by FSDPStrategy; ``"auto"``:
+            all that the other sizes leave.
+        tensor_parallel: number of processes over which each layer is split; ``"auto"``: those of one machine.
         pipeline_parallel: number of groups that hold successive layers.
-        context_parallel: over how many processes a sequence is split.
+        context_parallel: number of processes over which a sequence is split.
         plan: how layers are split: pattern of layer names (``"net.blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"``
-            or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"``: attentions with separate q, k, v
-            and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
-            on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
-            found, as in ``q.view(batch, length, self.num_heads, -1)``.
-        loss_parallel: split the layer that gives the logits by classes too, so that no process holds all logits. Only
-            ``cross_entropy`` takes such logits (without label smoothing), in training and evaluation.
-        context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
-            ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
-            The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
-            labels before; the loss is a mean over the part, or comes with ``num_items``. Attention
-            (``scaled_dot_product_attention``) sees all parts. Evaluation runs on whole sequences.
-        pipeline_schedule: the order of the micro-batches' passes through the stages: ``"gpipe"``, ``"1f1b"`` (default)
+            or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"`` finds attentions with separate q, k
+            and v and pairs of linear layers by their names and shapes. Each process then computes some of an
+            attention's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not fix the width, as
+            in ``q.view(batch, length, self.num_heads, -1)``.
+        loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
+            Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
+        context_parallel_dims: the dimension of the sequence in a batch's tensors, for ``context_parallel``: ``1`` for
+            all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``). The step
+            gets its part of the sequence: the batch must contain positions, and labels that are already shifted; the
+            loss is a mean over the part, or comes with ``num_items``. Attention (``scaled_dot_product_attention``)
+            uses all parts. Evaluation runs on whole sequences.
+        pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
-        microbatches: pieces that a batch is cut into for the pipeline; None: four for each of its processes.
+        microbatches: number of micro-batches per batch for the pipeline; None: four for each of its processes.
         virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
-        split_points: names of the modules with which the second and later stages begin; None: the children of the list
-            with most of the parameters are shared out evenly.
-        **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
+        split_points: names of the first modules of the second and later stages; None: the children of the container
+            with the most parameters are distributed evenly.
+        **options: arguments of FSDPStrategy, such as ``wrap``, ``mixed_precision`` and ``activation_checkpointing``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("model_parallel",)
 
     def __new__(cls, *args: Any, **options: Any) -> ModelParallelStrategy:
-        """With ``pipeline_parallel`` above 1 it is the class that runs pipelines."""
+        """With ``pipeline_parallel`` above 1, make an object of the class that runs pipelines."""
         stages = options.get("pipeline_parallel", 1)
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
@@ -137,9 +139,9 @@ class ModelParallelStrategy(FSDPStrategy):
         self.context_dims = context_parallel_dims
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know where "
-                "in a batch they are. Pass context_parallel_dims: 1 if it is dimension 1 of all tensors, or "
-                "{'input_ids': 1, 'labels': 1, 'position_ids': 1}."
+                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know which "
+                "dimension of a batch's tensors they are. Pass context_parallel_dims: 1 for dimension 1 of all "
+                "tensors, or {'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
@@ -161,13 +163,13 @@ class ModelParallelStrategy(FSDPStrategy):
             logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
 
     def _mesh(self) -> DeviceMesh:
-        """Of the processes over which parameters are sharded."""
+        """The mesh of the processes over which parameters are sharded."""
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
-        """The mesh of the processes over which parameters lie along these dimensions.
+        """The mesh of the processes that share parameters along these dimensions.
 
-        Parts of a sequence are different data, as other samples are, so parameters are sharded over them too.
+        Parts of a sequence are different data, like other samples, so parameters are sharded over them too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]
@@ -175,7 +177,7 @@ class ModelParallelStrategy(FSDPStrategy):
             self._flat = init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(flat))
         mesh = self._flat or self.mesh
         if mesh is None:
-            raise RuntimeError("The mesh of ModelParallelStrategy exists once setup_environment() was called.")
+            raise RuntimeError("The mesh of ModelParallelStrategy only exists after setup_environment().")
         return mesh[axes]
 
     def place_on(self, axis: str) -> int:
@@ -201,11 +203,9 @@ class ModelParallelStrategy(FSDPStrategy):
             self._splitter = None
 
     def _make_splitter(self, module: nn.Module) -> Splitter | None:
-        """What splits layers for tensor parallelism; None if there is none."""
+        """The object that splits layers for tensor parallelism; None without tensor parallelism."""
         if self.axis_sizes["tp"] == 1:
             return None
-        from .tensor_parallel import Splitter
-
         plan = None if self.plan == "auto" else self.plan
         return Splitter(module, self._parameters_over("tp"), plan, self._splits_loss)
 
@@ -235,7 +235,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return super().wrap_for_training(module)
 
     def _agree_on_random_numbers(self) -> None:
-        """Those of rank 0, where the same data are seen; others where other data are seen."""
+        """Let ranks that see the same data draw the same random numbers, and ranks that see others draw others."""
         on_gpu = self.device.type == "cuda"
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
         states = self.broadcast(states)
@@ -255,8 +255,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's scaler does to an optimizer's gradients, for parts; an overflow is everybody's."""
-        parameters = _parameters(optimizer)
+        """Unscale split gradients as torch's scaler does whole ones; an overflow on one rank is one on all."""
+        parameters = parameters_of(optimizer)
         parts.settle(parameters)
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
         found = found_inf.clone()
@@ -266,17 +266,13 @@ class ModelParallelStrategy(FSDPStrategy):
         return {found.device: found}
 
     def _group_of_overflow(self) -> Any:
-        """The processes that unscale together; None: all."""
+        """The processes that agree on overflows; None: all."""
         return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
-            from .tensor_parallel import SplitLoss
-
             step = SplitLoss().bind(step, training)
         if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
-            from .context_parallel import SplitSequences
-
             step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
@@ -287,17 +283,17 @@ class ModelParallelStrategy(FSDPStrategy):
         if size > 1 and isinstance(error, RuntimeError):
             if "is invalid for input of size" in text or "must match the size of tensor" in text:
                 return RuntimeError(
-                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
-                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
+                    f"{text}. With tensor_parallel={size} each process computes 1/{size} of an attention's heads, so "
+                    "q, k and v are narrower than the module's input. Do not fix the width: write "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
-                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "are those of this process) and y.reshape(batch, length, -1) after it; or leave the layer out "
                     "with plan={...}."
                 )
             if "mixed torch.Tensor and DTensor" in text:
                 return RuntimeError(
-                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
-                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
-                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
+                    "An operation got both a split parameter and a plain tensor. Call the parameter's layer instead of "
+                    "using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
+                    "with plan={...}; outside a step use trainer.strategy.model_state(module)."
                 )
         return super().explain(error)
 
@@ -320,7 +316,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._data_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        """The value over the ``data_group``: processes that split layers have seen the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)
@@ -354,8 +350,8 @@ class ModelParallelStrategy(FSDPStrategy):
         super().clip_by_value(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        parts.settle(_parameters(optimizer))
-        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
+        parts.settle(parameters_of(optimizer))
+        with implicit_replication():  # an optimizer's lists contain both whole and split parameters
             return super().optimizer_step(optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -365,16 +361,12 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """False for torch's advice, on every process, that a tensor cut along two dimensions takes two gathers."""
+    """False for torch's hint on every process that a tensor split along two dimensions needs two gathers."""
     return "sequential" not in str(record.msg)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
-    """What ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
+    """The strategy that ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:
@@ -389,24 +381,19 @@ def _size(axis: str, value: Any, auto: bool = True) -> int | str:
 
 
 def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
-    """The size of each mesh dimension.
-
-    Args:
-        asked: what the user wrote, by dimension.
-        world_size: number of processes.
-        per_node: processes of one machine, which ``tensor_parallel="auto"`` takes.
+    """The size of each mesh dimension; ``per_node`` processes of one machine are ``tensor_parallel="auto"``.
 
     Raises:
-        ValueError: their product is not the number of processes.
+        ValueError: the product of the sizes is not the number of processes.
     """
     sizes = {axis: per_node if axis == "tp" and size == "auto" else size for axis, size in asked.items()}
     others = math.prod(size for size in sizes.values() if isinstance(size, int))
     found = {axis: world_size // others if size == "auto" else int(size) for axis, size in sizes.items()}
     if math.prod(found.values()) != world_size:
         factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size not in (1, "auto"))
-        what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, not"
+        what = f"is {others}, which is not a divisor of" if "auto" in sizes.values() else f"is {others}, not"
         raise ValueError(
             f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "
-            "or start as many processes (devices=, num_nodes=)."
+            "or the number of processes (devices=, num_nodes=)."
         )
     return found

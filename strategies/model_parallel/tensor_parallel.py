@@ -1,8 +1,8 @@
-"""Layers split over processes: a user's plan or one found in the model, and the two ways to split a linear layer.
+"""Layers split over processes, by a user's plan or automatically, and the two ways to split a linear layer.
 
-Two linear layers with something between them that works on each feature alone, or on each attention head alone, are
-split together: the first by its outputs, the last by its inputs, so that one sum over processes a pair is all that is
-communicated in forward, and one in backward (Shoeybi et al., Megatron-LM, 2019).
+Two linear layers are split together if the operations between them treat each feature, or each attention head, by
+itself: the first layer by its outputs, the second by its inputs. Such a pair communicates one sum over processes in
+forward, and one in backward (Shoeybi et al., Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STYLES = ("colwise", "rowwise")
-#: By how much a network may depart from itself for being computed in another order; 16 bits are the reason.
+#: Allowed relative difference between a network's outputs before and after it is split; 16-bit dtypes need it.
 _SAME = 0.05
 
 
@@ -42,13 +42,14 @@ class Splitter:
         mesh: one dimension.
         plan: pattern of layer names (``"blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle``;
             None: find linear layers that can be split.
-        logits: split the layer that gives the logits by its outputs, for :class:`SplitLoss`.
+        logits: also split the layer that computes the logits, by its outputs, for :class:`SplitLoss`.
 
     Attributes:
-        styles: how each layer is split, by its name.
+        styles: how each layer is split, by name.
 
     Raises:
-        ValueError: a pattern matches no layer, nothing was found, or heads do not divide by the number of processes.
+        ValueError: a pattern matches no layer, no layer can be split, or the number of processes does not divide a
+            number of heads.
     """
 
     def __init__(
@@ -69,14 +70,14 @@ class Splitter:
             attention.check(size, type(module.get_submodule(attention.name)).__name__)
 
     def split(self, name: str) -> None:
-        """Split one layer, whose weights are rank 0's."""
+        """Split one layer, which already has rank 0's weights."""
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
 
     def check(self, name: str) -> None:
-        """Compare a small network, whose layers are split, with itself in one piece.
+        """Compare the output of a split network with that of the whole one.
 
         Raises:
-            ValueError: it does something between its layers that needs all features.
+            ValueError: they differ, because an operation between the layers needs all features.
         """
         network, tensors, split_ones = self.module.get_submodule(name), {}, {}
         if not self.automatic or name not in self.found.networks:
@@ -84,8 +85,9 @@ class Splitter:
         generator = torch.Generator().manual_seed(0)
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if parameter.is_meta:  # its values come later; any show what the forward does
-                tensors[key] = _some_values(parameter, generator).to(self.mesh.device_type, parameter.dtype)
+            if parameter.is_meta:  # it has no values yet; random ones are enough here
+                values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
+                tensors[key] = values.to(self.mesh.device_type, parameter.dtype)
                 split_ones[key] = cut_if_fits(tensors[key], parameter)
         first = tensors[next(iter(tensors))]
         layer = self.module.get_submodule(next(key for key in self.found.columns if key.startswith(f"{name}.")))
@@ -95,20 +97,20 @@ class Splitter:
         try:
             with torch.no_grad():
                 whole, split = functional_call(network, tensors, x), functional_call(network, split_ones, x)
-        except Exception:  # its forward takes something else than one tensor
+        except Exception:  # its forward does not take a single tensor
             return
         finally:
             network.train(training)
         if not (isinstance(whole, Tensor) and (whole - split).norm() > _SAME * whole.norm()):
             return
         raise ValueError(
-            f"{type(network).__name__} ({name}) gives something else when its layers are split over "
-            f"tensor_parallel={self.mesh.size()} processes: between them its forward does something that needs all "
-            "features at once (a softmax, a normalization). Pass a plan without it: plan={'...': 'colwise', ...}."
+            f"{type(network).__name__} ({name}) has another output when its layers are split over "
+            f"tensor_parallel={self.mesh.size()} processes: an operation between them needs all features at once (a "
+            "softmax, a normalization). Pass a plan without this network: plan={'...': 'colwise', ...}."
         )
 
     def finish(self) -> None:
-        """Tell each split attention how many heads it computes here, and the user what was done."""
+        """Set the number of heads that each split attention computes here, and report the result to the user."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
@@ -117,12 +119,8 @@ class Splitter:
                 setattr(owner, attribute, whole // self.mesh.size())
                 changed[f"{type(owner).__name__}.{attribute}"] = f"{whole} -> {whole // self.mesh.size()}"
         if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
-            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights past the layers' own forward
+            torch.backends.mha.set_fastpath_enabled(False)  # which does not call the layers' own forward
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
-
-
-def _some_values(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
@@ -130,8 +128,8 @@ def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, Paralle
         why = "; ".join(found.left) or "it has no attention with separate q, k, v and no pair of linear layers"
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
-            "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard instead (strategy="
-            "'fsdp'), which splits any model."
+            "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "
+            "which works with any model."
         )
     styles: dict[str, ParallelStyle] = {name: Columns() for name in found.columns}
     return styles | {name: Rows() for name in found.rows} | {name: OfEachHead() for name in found.norms}
@@ -173,7 +171,7 @@ def _style(pattern: str, wanted: Any) -> ParallelStyle:
 def _check_linear(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.Linear) and not is_transposed(layer):
         raise ValueError(
-            f"ModelParallelStrategy(plan=...): {name!r} is {messages.a(layer)}, and 'colwise' and 'rowwise' split "
+            f"ModelParallelStrategy(plan=...): {name!r} is {messages.a(layer)}, but 'colwise' and 'rowwise' only split "
             "linear layers. Pass a ParallelStyle for it, such as ColwiseParallel() for an Embedding."
         )
 
@@ -184,7 +182,7 @@ def _listed(names: list[str], limit: int = 12) -> str:
 
 
 def _gives_local(style: ParallelStyle | None) -> bool:
-    """Whether a layer's output is a plain tensor with this process's features."""
+    """Whether a layer's output is a plain tensor with the features of this process."""
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(p.is_shard() for p in style.output_layouts)
     return isinstance(style, Columns)
@@ -196,7 +194,7 @@ def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int
         kinds = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in styles})
         said += f" ({_listed(kinds)})"
         if found.left:
-            said += f"; whole on each process: {'; '.join(found.left[:5])}"
+            said += f"; not split: {'; '.join(found.left[:5])}"
     if fewer:
         said += f". Heads of one process: {', '.join(f'{name} {change}' for name, change in fewer.items())}"
     messages.info_once(f"{said}.")
@@ -206,9 +204,9 @@ def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int
 
 
 class SplitLoss(TorchFunctionMode):
-    """While active, ``cross_entropy`` of logits that are split by classes is computed without putting them together.
+    """While active, ``cross_entropy`` of logits that are split by classes does not gather them.
 
-    What it returns is a plain tensor, the same on every process. Its backward must run in ``loss_parallel()`` too.
+    It returns a plain tensor, the same on every process, whose backward must also run in ``loss_parallel()``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,13 +216,13 @@ class SplitLoss(TorchFunctionMode):
             return func(*args, **(kwargs or {})).full_tensor()
 
     def bind(self, step: Callable[..., T], training: bool) -> Callable[..., T]:
-        """Return the step with its losses computed so."""
+        """Return the step, run in this context."""
 
         def with_split_loss(*args: Any) -> T:
             with self:
                 return step(*args)
 
-        def evaluating(*args: Any) -> T:  # in inference mode torch would not take cross_entropy apart
+        def evaluating(*args: Any) -> T:  # in inference mode torch would not split cross_entropy
             with self, torch.inference_mode(False), torch.no_grad():
                 return step(*args)
 
@@ -235,7 +233,7 @@ class SplitLoss(TorchFunctionMode):
 
 
 class Columns(ParallelStyle):
-    """Each process computes some of a linear layer's outputs, from whole inputs."""
+    """Each process computes some of a linear layer's outputs, from all inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = 1 if is_transposed(module) else 0
@@ -245,7 +243,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Each process multiplies its inputs, the outputs of a :class:`Columns` layer; the products are summed."""
+    """Each process multiplies its inputs, the outputs of a :class:`Columns` layer; the results are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = 0 if is_transposed(module) else 1
@@ -255,7 +253,7 @@ class Rows(ParallelStyle):
 
 
 class OfEachHead(ParallelStyle):
-    """A layer with the same weights for every head: each process's heads give it a part of its gradient."""
+    """A layer with the same weights for every head; its gradient is summed over the processes' heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut(module, device_mesh, {name: Replicate() for name, _ in _own_parameters(module)})
@@ -276,7 +274,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _some_outputs(self: Any, x: Tensor) -> Tensor:
     weight = self.weight
-    if not isinstance(weight, DTensor):  # called with weights in one piece
+    if not isinstance(weight, DTensor):  # called with whole weights
         return type(self).forward(self, x)
     bias = None if self.bias is None else self.bias.to_local()
     return _product(self, _shared(x, weight.device_mesh), weight.to_local(), bias)
@@ -293,7 +291,7 @@ def _from_some_inputs(self: Any, x: Tensor) -> Tensor:
 
 def _with_some_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = {name: p for name, p in _own_parameters(self) if isinstance(p, DTensor)}
-    if not own:  # called again, with the parameters' plain tensors, or with weights in one piece
+    if not own:  # called with plain tensors
         return type(self).forward(self, *args, **kwargs)
     plain = {name: p.to_local(grad_placements=[Partial()]) for name, p in own.items()}
     return functional_call(self, plain, args, kwargs)
@@ -304,7 +302,7 @@ def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The input of split layers: its gradient is summed over processes, once for all layers that it goes to."""
+    """The input of split layers, whose gradient is summed over processes, once for all these layers."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     found = getattr(x, "_split_over", None)

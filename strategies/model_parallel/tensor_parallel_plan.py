@@ -1,4 +1,4 @@
-"""Which layers of a model can be split over processes, recognized by their names and shapes."""
+"""Find the layers of a model that can be split over processes, by their names and shapes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,18 @@ from torch import Tensor, nn
 
 from ...torch_private import Convolution
 
-_Q = (
-    "q",
-    "q_proj",
-    "query",
-    "query_proj",
-    "wq",
-    "w_q",
-    "W_q",
-    "Wq",
-    "to_q",
-    "q_lin",
-    "q_linear",
-    "linear_q",
-    "queries",
-)
+_Q = ("q", "q_proj", "query", "query_proj", "wq", "w_q", "W_q", "Wq", "to_q", "q_lin", "q_linear", "linear_q")
 #: Names of the three projections of an attention, by the name of the first.
 PROJECTIONS = {
-    q: tuple(q.replace("query", word).replace("queries", f"{word}s") for word in ("query", "key", "value"))
-    if q.startswith("quer")
+    q: tuple(q.replace("query", word) for word in ("query", "key", "value"))
+    if q.startswith("query")
     else tuple(q.replace("q", letter, 1) for letter in "qkv")
     for q in _Q
 } | {"queries": ("queries", "keys", "values")}
 #: Names of the layer that joins an attention's heads.
 JOINS = ("o", "o_proj", "out_proj", "out", "wo", "w_o", "W_o", "Wo", "to_out", "out_lin", "out_linear", "output_proj",
          "proj", "c_proj", "dense", "output", "proj_out", "o_linear", "linear_o", "linear_out")  # fmt: skip
-#: Names of a small network's layers: those that see its input, and the one that gives its output.
+#: Names of a small network's layers: those that get its input, and the one that computes its output.
 NETWORKS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -56,12 +42,12 @@ NETWORKS = (
 HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "heads", "num_attention_heads", "n_local_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads")
 HEAD_DIMS = ("head_dim", "d_head", "dim_head", "head_size", "attention_head_size", "d_k", "key_value_proj_dim")
-#: Attributes with the width of all heads together.
+#: Attributes with the total width of all heads.
 WIDTHS = ("all_head_size", "inner_dim")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "Wqkv", "to_qkv", "attn_qkv", "to_kv", "kv_proj")
-#: Names of the layer that gives the logits.
+#: Names of the layer that computes the logits.
 LAST = ("head", "lm_head", "output", "classifier", "logits", "unembed", "to_logits", "out", "decoder", "proj_out")
-#: What works on each feature alone, between the two linear layers of a network.
+#: Operations on each feature by itself, which may be between the two linear layers of a network.
 FEATUREWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid,
     nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Identity,
@@ -71,19 +57,19 @@ FEATUREWISE = (
 
 @dataclass
 class Attention:
-    """An attention whose heads can be computed apart."""
+    """An attention whose heads can be distributed."""
 
     name: str
     projections: tuple[str, str, str]
     heads: int
     key_heads: int
-    #: Attributes of the module that count heads, or features of all heads.
+    #: Attributes of the module with the number of heads, or of features of all heads.
     counts: list[str]
-    #: Layers that work on each head alone, with the same weights for all.
+    #: Layers that treat each head by itself, with the same weights for all.
     norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
-        """Raise if the heads do not divide by the number of processes."""
+        """Raise if the number of processes does not divide the number of heads."""
         for count, what in ((self.heads, "heads"), (self.key_heads, "key and value heads")):
             if count % size:
                 raise ValueError(
@@ -94,12 +80,12 @@ class Attention:
 
 @dataclass
 class Found:
-    """What can be split, and what looks like it but cannot."""
+    """Names of layers that can be split, and descriptions of similar ones that cannot (``left``)."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
-    #: Modules that are nothing but a small network, found by its layers' names.
+    #: Modules that consist of a small network, found by the names of its layers.
     networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -111,13 +97,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def find(module: nn.Module, size: int, strict: bool = True) -> Found:
-    """Look for attentions and small networks that can be split over ``size`` processes.
-
-    Args:
-        module: any.
-        size: number of processes.
-        strict: whether heads that do not divide are an error.
-    """
+    """Find attentions and small networks to split over ``size`` processes; if ``strict``, indivisible heads raise."""
     found = Found()
     shared = _shared_weights(module)
     for name, owner in module.named_modules():
@@ -131,15 +111,10 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
 
 
 def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
-    """The linear layer that gives a model's logits.
-
-    Args:
-        module: any.
-        size: number of processes its outputs are split over.
-        taken: names of layers that are split otherwise.
+    """The linear layer that computes a model's logits, to be split over ``size`` processes; not one of ``taken``.
 
     Raises:
-        ValueError: there is none, its weight is another layer's too, or its outputs do not divide.
+        ValueError: there is none, it shares its weight, or ``size`` does not divide its number of outputs.
     """
     taken = set(taken)
     named = [
@@ -149,14 +124,14 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     ]
     if not named:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True) found no layer of logits in {type(module).__name__} (a Linear "
-            f"called {', '.join(LAST[:3])} or the like). Leave loss_parallel out, or rename the layer."
+            f"ModelParallelStrategy(loss_parallel=True) found no layer that computes logits in {type(module).__name__} "
+            f"(a Linear with a name such as {', '.join(LAST[:3])}). Leave loss_parallel out, or rename the layer."
         )
     name, head = named[-1]
     if id(head) in _shared_weights(module):
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True): the weight of {name} is another layer's too, which needs it "
-            "whole. Untie them, or leave loss_parallel out."
+            f"ModelParallelStrategy(loss_parallel=True): {name} shares its weight with another layer, which needs the "
+            "whole weight. Untie them, or leave loss_parallel out."
         )
     if _outputs(head) % size:
         raise ValueError(
@@ -167,7 +142,7 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
 
 
 def _shared_weights(module: nn.Module) -> set[int]:
-    """Layers whose weight is another layer's too."""
+    """Layers that share a weight, by id."""
     owners: dict[int, list[int]] = {}
     for layer in module.modules():
         for parameter in layer.parameters(recurse=False):
@@ -176,7 +151,7 @@ def _shared_weights(module: nn.Module) -> set[int]:
 
 
 def _layers(owner: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers among a module's children, and those that begin a child Sequential or ModuleList."""
+    """The linear layers among a module's children, or at the beginning of a child Sequential or ModuleList."""
     found = {}
     for key, child in owner.named_children():
         if _linear(child):
@@ -242,7 +217,7 @@ def _find_attention(
 def _find_join(
     root: nn.Module, name: str, owner: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, str, str]
 ) -> str | None:
-    """The layer that takes what all heads found: a child, or (BERT) ``output.dense`` of the module around."""
+    """The layer that joins the heads: a child, or (in BERT) ``output.dense`` of the parent module."""
     width = _outputs(layers[projections[2]])
     near = [key for key, layer in layers.items() if key not in projections]
     named = [key for key in near if key.removesuffix(".0").rpartition(".")[2] in JOINS]
@@ -260,15 +235,15 @@ def _find_join(
 
 def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -> str:
     if join is None:
-        return f"whose joining layer is none of {', '.join(JOINS[:4])}, ..."
+        return f"whose joining layer has none of the names {', '.join(JOINS[:4])}, ..."
     others = [key for key, p in owner.named_parameters() if f"{prefix}{key}".rpartition(".")[0] not in split]
-    return f"whose {others[0]} would see some of the heads only" if others else ""
+    return f"whose {others[0]} would get only some of the heads" if others else ""
 
 
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """The numbers of heads, from attributes of the module; None if it has none that says."""
+    """The attention with its numbers of heads, from attributes of the module; None if it has no such attribute."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
@@ -314,7 +289,7 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
         if any(_outputs(layers[key]) != width for key in keys[:-1]):
             continue
         if width % size:
-            found.left.append(f"{keys[0]} and {keys[-1]}, whose {width} features do not divide by {size}")
+            found.left.append(f"{keys[0]} and {keys[-1]}, whose {width} features are not divisible by {size}")
             continue
         found.columns += keys[:-1]
         found.rows.append(keys[-1])
@@ -326,11 +301,11 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
 
 
 def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The pairs (layers that see the input, layer that gives the output) among a module's children."""
+    """The pairs (layers that get the input, layer that computes the output) among a module's children."""
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
-    layers = _layers(owner) if name else {}  # a whole model's own layers may do anything in its forward
+    layers = _layers(owner) if name else {}  # the forward of a whole model may use its own layers in any way
     for ups, down in NETWORKS:
         if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down
@@ -338,7 +313,7 @@ def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], st
 
 
 def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Linear layers of a Sequential that follow each other with featurewise functions between."""
+    """Pairs of successive linear layers of a Sequential, with only featurewise functions between them."""
     kept = [(key, layer) for key, layer in owner.named_children() if not isinstance(layer, FEATUREWISE)]
     last = ""
     for (one, first), (other, second) in pairwise(kept):
@@ -348,10 +323,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Whether no other layer of the module could work on the hidden features.
-
-    One that has no weights of its own does (an activation); one with weights of the hidden width would see a part.
-    """
+    """Whether no other child of the module could need all hidden features, such as one with weights of their width."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

@@ -1,4 +1,4 @@
-"""Precisions that compute in the dtype of the weights, and the interface of all."""
+"""The interface of precisions, and those that compute in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...processes.device_transfer import convert
+from ...torch_private import pytree
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,10 +22,10 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 
 
 class Precision:
-    """Which dtypes a run computes in. This one is ``"32-true"``: everything stays as the user made it.
+    """The dtypes that a run computes in. This class is ``"32-true"``: all tensors keep the user's dtypes.
 
-    Everything per step is chosen when the run starts: :meth:`bind_forward` returns the step itself where nothing has to
-    be done around it.
+    What happens in each step is decided when the run starts: :meth:`bind_forward` returns the step itself if it needs
+    no context.
     """
 
     #: The canonical name, as in ``Trainer(precision=...)``.
@@ -40,41 +41,57 @@ class Precision:
         return self.name
 
     def use_on(self, device: torch.device) -> None:
-        """Say where it will compute. Called once by the strategy that it belongs to."""
+        """Set the device that it computes on. Called once by its strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Say which optimizers there are; raises for one that this precision cannot step."""
+        """Set the optimizers; raises if this precision cannot step one of them."""
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
-        """Return ``step`` as the loop should call it (inside autocast, for one)."""
+        """Return the function that the loop calls in place of ``step``; it may run the step in autocast."""
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The same as a context, for code that is not a step."""
+        """The context in which :meth:`bind_forward` runs a step, for other code."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Context for a backward that starts inside a step (manual optimization): it has the dtypes of the forward."""
+        """Context for a backward pass inside a step (manual optimization), outside the step's autocast."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Context in which new layers get this precision's dtype, on ``device``."""
+        """Context in which new layers get this precision's dtype and ``device``."""
         return device
 
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """:meth:`init_context`, on the device that is torch's default."""
+        return self.init_context(torch.get_default_device())
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """The same for tensors."""
+        return self.module_init_context()
+
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Bring the weights to this precision's dtype."""
+        """Convert the weights to this precision's dtype."""
         return module
 
+    def convert_input(self, data: Any) -> Any:
+        """Bring the floating-point tensors of a batch to the dtype that the forward takes."""
+        return data if self.input_dtype is None else floats_in(data, self.input_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Bring the floating-point tensors that the forward returns to torch's default dtype."""
+        return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
+
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as backward should see it: scalar, shape ()."""
+        """The scaled loss, from which backward starts, shape ()."""
         return loss
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
-        """The loss scale in force, or that of the next loss; shape (). None where no step changes it for others."""
+        """The current loss scale, or the next loss's, shape (); None unless several optimizers share one."""
         return None
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Take the loss scale out of the gradients once before clipping."""
+        """Divide the gradients by the loss scale, once, before clipping."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step; False when it was skipped because of an overflow."""
@@ -85,20 +102,18 @@ class Precision:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it (the loss scale)."""
+        """The state for a checkpoint (the loss scale)."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`."""
+        """Restore :meth:`state_dict`."""
 
 
 class TruePrecision(Precision):
-    """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: the module's floating-point tensors are converted, inputs too.
+    """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors have one dtype.
 
-    Complex tensors become complex128 with the first, and stay as they are with the others.
-
-    Tensors made inside a step get the dtype as well. With 16 bits the weights themselves are rounded: updates smaller
-    than their resolution are lost, so prefer the mixed forms for training.
+    Complex tensors become complex128 with ``"64-true"``, and do not change otherwise. With 16 bits, weights are rounded
+    and small updates are lost, so mixed precision is better for training.
     """
 
     def __init__(self, name: TrueName = "bf16-true") -> None:
@@ -168,3 +183,8 @@ def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The current gradients of an optimizer's parameters."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def floats_in(data: Any, dtype: torch.dtype) -> Any:
+    """Data with its floating-point tensors in a dtype."""
+    return pytree.tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, data)

@@ -1,4 +1,4 @@
-"""Names to Precision objects."""
+"""Make a Precision from a name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     """The Precision for ``Trainer(precision=..., plugins=...)`` on a kind of device.
 
     Raises:
-        ValueError: an unknown name, a contradiction, or a dtype the device has not.
+        ValueError: an unknown name, a contradiction, or a dtype that the device does not support.
     """
     plugin = _plugin(plugins)
     if isinstance(precision, Precision):
@@ -62,8 +62,7 @@ def _plugin(plugins: Any) -> Precision | None:
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision; other parts are replaced "
-                "through "
+                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision; to replace other parts, use "
                 "strategy= (a Strategy object), logger= and callbacks=."
             )
         found = plugin if found is None else _twice(found, plugin)

@@ -1,4 +1,4 @@
-"""Weights in float32, computation in 16 bits through autocast; fp16 with a loss scaler."""
+"""Weights in float32 and computation in 16 bits through autocast, for fp16 with a loss scaler."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class MixedPrecision(Precision):
     """``"16-mixed"`` and ``"bf16-mixed"``.
 
     With fp16 the loss is scaled so that small gradients do not vanish (Micikevicius et al., Mixed Precision Training,
-    2018). A step whose gradients overflow is skipped: it moves neither ``global_step`` nor schedulers, and is counted
-    in ``skipped_steps``.
+    2018). A step whose gradients overflow is skipped: ``global_step`` and schedulers do not advance, and
+    ``skipped_steps`` counts it.
 
     Args:
-        precision: which of the two.
-        device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``; None: that of the strategy.
-        scaler: a ``GradScaler`` of your own, for fp16 only.
-        autocast: False: the forward computes in the dtype of weights and inputs.
-        cache: whether a weight is converted once a forward rather than at each use; None: as torch does.
+        precision: one of the two.
+        device: the kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; None: the
+            strategy's.
+        scaler: your own ``GradScaler``, for fp16 only.
+        autocast: if False, the forward computes in the dtype of weights and inputs.
+        cache: whether a weight is converted once per forward instead of at each use; None: torch's default.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class MixedPrecision(Precision):
             )
         self.name = precision
         self.dtype = DTYPES[precision]
-        self.device = device
+        self.device = None if device is None else torch.device(device).type
         self.scaler: Any = scaler
         self.autocast, self.cache = autocast, cache
         self.skipped_steps = 0
         self._several = self._update_due = False
-        if device is not None:
-            self.use_on(torch.device(device))
+        if self.device is not None:
+            self.use_on(torch.device(self.device))
 
     def use_on(self, device: torch.device) -> None:
         if self.device not in (None, device.type):
             raise ValueError(
-                f"MixedPrecision({self.name!r}, device={self.device!r}) was given to a run on {device}, where it would "
-                "compute in float32. Leave its device out."
+                f"MixedPrecision({self.name!r}, device={self.device!r}) cannot run on {device}, where it "
+                "would compute in float32. Leave its device out."
             )
         self.device = device.type
         if self.name == "16-mixed" and self.scaler is None:
@@ -78,8 +79,8 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """The context in which the forward is computed."""
-        return self.forward_context()
+        """:meth:`forward_context`, in which weights are converted at each use, so that they may change inside."""
+        return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> torch.autocast:
         kind = self.device or "cpu"
@@ -123,8 +124,8 @@ class MixedPrecision(Precision):
         self._several = len(optimizers) > 1
         if self._scales and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling "
-                "cannot follow. Use 'bf16-mixed' or '32-true'."
+                "precision='16-mixed' with LBFGS: it computes the loss several times per step, which loss scaling does "
+                "not support. Use 'bf16-mixed' or '32-true'."
             )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -135,7 +136,7 @@ class MixedPrecision(Precision):
         if not gradients(optimizer):
             return super().optimizer_step(optimizer)
         self.unscale_gradients(optimizer)
-        self.scaler.step(optimizer)  # waits for the device to learn about overflows, so reading them again is free
+        self.scaler.step(optimizer)  # this waits for the device, so reading overflows again is free
         found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True
@@ -145,14 +146,14 @@ class MixedPrecision(Precision):
         return not skipped
 
     def inverse_scale(self) -> Tensor:
-        """What takes the loss scale out of gradients, shape (), for a strategy that keeps them elsewhere."""
+        """The factor that unscales gradients, shape (), for a strategy that keeps them elsewhere."""
         return scale_of(self.scaler).double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
-        """Adjust the scale after a step whose gradients a strategy unscaled itself.
+        """Adjust the scale after a step, or a skipped step, whose gradients a strategy unscaled itself.
 
         Args:
-            optimizer: which one stepped or was left out.
+            optimizer: the optimizer.
             overflow: 1 if a gradient was not finite, else 0; scalar, float32.
         """
         state = scaler_states(self.scaler)[id(optimizer)]
@@ -162,10 +163,10 @@ class MixedPrecision(Precision):
         self._update()
 
     def _update(self) -> None:
-        """Adjust the scale to the steps since the last time; with several optimizers when the next loss is scaled.
+        """Adjust the scale after the last steps; with several optimizers, only when the next loss is scaled.
 
-        Until then those that have not stepped must find the scale that their losses were multiplied with; one whose
-        gradients are unscaled already stays known as such.
+        Until then, optimizers that have not stepped need the scale that their losses were multiplied with. Optimizers
+        whose gradients are unscaled stay marked so.
         """
         if not self._update_due:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline import Accelerator
-from paceline.accelerator import model_weights
 from paceline.big_model.module_sizes import size_in_bytes
 
 
@@ -63,50 +61,6 @@ def test_tied_weights_are_written_once_under_the_name_that_is_not_tied(tmp_path:
     again = Tied()
     assert again.load_state_dict(found, strict=False).missing_keys == ["first.weight"]
     assert torch.equal(again.first.weight, model.first.weight)
-
-
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
-def test_a_large_model_is_several_files_with_an_index(tmp_path: Path, safe: bool) -> None:
-    accelerator, model = prepared(nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(5))))
-    accelerator.save_model(model, tmp_path, max_shard_size="1KB", safe_serialization=safe)
-    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
-    files = [f"{stem}-{number:05d}-of-00003{suffix}" for number in (1, 2, 3)]
-    index = f"{stem}{suffix}.index.json"
-    assert names(tmp_path) == sorted([*files, index])
-    content = json.loads((tmp_path / index).read_text())
-    assert content["metadata"] == {"total_size": 2000}
-    assert content["weight_map"] == {f"{i}.weight": files[i // 2] for i in range(5)}
-    for name, file in content["weight_map"].items():
-        found = load_file(tmp_path / file) if safe else torch.load(tmp_path / file)
-        assert torch.equal(found[name], model.state_dict()[name])
-
-
-def test_files_of_the_save_before_go_and_others_stay(tmp_path: Path) -> None:
-    accelerator, model = prepared(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
-    (tmp_path / "config.json").write_text("{}")
-    accelerator.save_model(model, tmp_path, max_shard_size=400)
-    assert len(names(tmp_path)) == 6
-    accelerator.save_model(model, tmp_path)
-    assert names(tmp_path) == ["config.json", "model.safetensors"]
-
-
-def test_a_save_that_fails_leaves_the_files_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, model = prepared(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
-    accelerator.save_model(model, tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    write, calls = model_weights.safetensors_export.write_safetensors, []
-
-    def fail_second(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        write(*args)
-
-    monkeypatch.setattr(model_weights.safetensors_export, "write_safetensors", fail_second)
-    with pytest.raises(OSError, match="No space"):
-        accelerator.save_model(model, tmp_path, max_shard_size=400)
-    assert names(tmp_path) == ["model.safetensors"]
-    assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
 def test_transformers_reads_what_was_saved(tmp_path: Path) -> None:

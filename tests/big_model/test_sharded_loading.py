@@ -167,6 +167,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_script_starts_from_the_same_bits_and_trains_to_the_same_under_every_strategy(
     name: str, folder: Path

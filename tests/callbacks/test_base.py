@@ -322,3 +322,49 @@ def test_your_callback_can_go_back_to_a_checkpoint(quiet: dict[str, Any], tmp_pa
     back = GoesBack()
     Trainer(**quiet, max_epochs=1, callbacks=[back]).fit(TinyModule(), tiny_loader())
     assert back.steps == [1, 2, 3, 2, 3, 4]
+
+
+def quiet(*callbacks: Callback, epochs: int = 1) -> Trainer:
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(callbacks=list(callbacks), max_epochs=epochs, accelerator="cpu", num_sanity_val_steps=0, **off)
+
+
+class Logs(Callback):
+    """Logs from its own hooks, as the module does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("step", float(batch_idx), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log("late", 1.0)
+
+
+def test_a_callback_logs_as_the_module_does_with_its_own_hook_as_the_place() -> None:
+    callback = Logs()
+    trainer = quiet(callback)
+    trainer.fit(TinyModule(), tiny_loader(3), tiny_loader(1))
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    wanted = {"step_step": 2.0, "step_epoch": 1.0, "a": 1.0, "b": 2.0}
+    assert {name: logged[name] for name in wanted} == wanted
+    assert trainer.progress_bar_metrics["b"] == 2.0
+    with pytest.raises(RuntimeError, match=r"'late'.*on_test_end"):
+        trainer.test(TinyModule(), tiny_loader(1), verbose=False)
+    with pytest.raises(RuntimeError, match=r"Logs\.log\('x'\).*outside of a run"):
+        callback.log("x", 1.0)
+
+
+def test_a_value_that_a_callback_sets_can_be_monitored_until_it_is_logged() -> None:
+    class Sets(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.callback_metrics["own"] = torch.tensor(3.0)
+            trainer.callback_metrics.update(other=torch.tensor(4.0), train_loss=torch.tensor(-1.0))
+
+    stopping = EarlyStopping("own", patience=1)
+    trainer = quiet(Sets(), stopping, epochs=5)
+    trainer.fit(TinyModule(), tiny_loader(2))
+    assert (stopping.best_score, stopping.stopped_epoch) == (3.0, 1)
+    assert trainer.callback_metrics["other"] == 4.0
+    assert trainer.callback_metrics["train_loss"] >= 0

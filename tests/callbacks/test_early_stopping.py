@@ -71,7 +71,7 @@ def test_stops_after_patience_checks_without_an_improvement(mode: Any, scores: l
     assert stopping.best_score == (min if mode == "min" else max)(scores[:epochs])
     assert stopping.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     assert stopping.stopping_reason_message is not None
-    assert "'score' has not improved" in stopping.stopping_reason_message
+    assert "'score' did not improve" in stopping.stopping_reason_message
     assert "in 2 checks" in stopping.stopping_reason_message
 
 
@@ -99,14 +99,14 @@ def test_a_change_of_exactly_min_delta_is_no_improvement(mode: Any, scores: list
             {"stopping_threshold": 1.0},
             [2.0, 1.0, 0.5],
             "STOPPING_THRESHOLD",
-            "0.5, better than the stopping threshold 1",
+            "Stopping threshold reached: 'score' is 0.5, better than 1.",
         ),
         ({"stopping_threshold": 1.0, "mode": "max"}, [0.0, 1.0, 2.0], "STOPPING_THRESHOLD", "2, better than"),
         (
             {"divergence_threshold": 9.0},
             [2.0, 9.0, 9.5],
             "DIVERGENCE_THRESHOLD",
-            "9.5, worse than the divergence threshold 9",
+            "Divergence threshold reached: 'score' is 9.5, worse than 9.",
         ),
         ({"divergence_threshold": -1.0, "mode": "max"}, [2.0, -1.0, -2.0], "DIVERGENCE_THRESHOLD", "-2, worse than"),
         ({}, [3.0, 2.0, NAN], "NON_FINITE_METRIC", "nan, which is not finite (best so far 2)"),
@@ -262,6 +262,8 @@ def test_the_reason_is_saved(tmp_path: Path) -> None:
     fit(Scored(NAN), stopping).save_checkpoint(tmp_path / "file.ckpt")
     state = torch.load(tmp_path / "file.ckpt", weights_only=True)["callbacks"][stopping.state_key]
     again = EarlyStopping("score")
+    again.load_state_dict({**state, "stopping_reason": EarlyStoppingReason.PATIENCE_EXHAUSTED.value})
+    assert again.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     again.load_state_dict(state)
     assert again.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC
     assert again.stopping_reason_message == stopping.stopping_reason_message
@@ -277,7 +279,7 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
     caplog.set_level(logging.INFO, "paceline")
     fit(Scored(3.0, 2.0, 2.0), EarlyStopping("score", patience=1, verbose=verbose))
     assert ("'score' improved from 3 to 2." in caplog.text) == verbose
-    assert "'score' has not improved on 2 in 1 checks: the training stops." in caplog.text
+    assert "'score' did not improve on 2 in 1 checks: the training stops." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -441,17 +441,32 @@ def test_a_module_without_backbone_is_told(tmp_path: Path) -> None:
         trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Headless(), loader())
 
 
-def test_several_optimizers_are_refused_by_backbone_finetuning(tmp_path: Path) -> None:
+def test_of_several_optimizers_the_first_trains_the_backbone(tmp_path: Path) -> None:
     class Two(Net):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.head.parameters(), lr=0.1) for _ in range(2)]
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+                optimizer.zero_grad()
 
-    with pytest.raises(ValueError, match=r"Two.configure_optimizers returned 2.*Subclass BaseFinetuning"):
-        trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Two(), loader())
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.head.parameters()]
+
+    class Nothing(Two):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    run = trainer(tmp_path, finetuning, max_epochs=3)
+    run.fit(Two(), loader())
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
+    assert rates == [[0.1, pytest.approx(0.02)], [0.1]]
+    with pytest.raises(ValueError, match=r"Nothing.configure_optimizers returned none"):
+        trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Nothing(), loader())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer
+from paceline import Trainer, messages
 from paceline.callbacks.base import Callback
 from paceline.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 
@@ -107,3 +107,12 @@ def test_manual_optimization_is_an_error() -> None:
 def test_bad_schedules_are_errors_that_say_what_to_do(scheduling: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GradientAccumulationScheduler(scheduling)
+
+
+def test_hooks_of_the_module_that_run_once_per_step_are_told_of() -> None:
+    class Steps(TinyModule):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    with pytest.warns(messages.PacelineWarning, match=r"Steps overrides 'optimizer_step', which is called once per"):
+        make_trainer(GradientAccumulationScheduler({0: 2}), epochs=1).fit(Steps(), tiny_loader())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer
-from paceline.callbacks import LearningRateMonitor
+from paceline import Trainer, messages
+from paceline.callbacks import EarlyStopping, LearningRateMonitor
 from paceline.loggers import Logger
 
 
@@ -237,3 +237,42 @@ def test_a_module_without_optimizer_is_warned_about() -> None:
 def test_an_unknown_interval_is_refused_with_the_known_ones(interval: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown logging_interval.*'step' or 'epoch'.*None"):
         LearningRateMonitor(logging_interval=interval)
+
+
+def test_a_rate_can_be_monitored_and_names_have_the_prefix_everywhere() -> None:
+    monitor = LearningRateMonitor(log_key_prefix="opt/", log_momentum=True, log_weight_decay=True)
+    assert LearningRateMonitor(log_key_prefix=None).log_key_prefix == ""
+    module = Optimized(lambda module: sgd(module, momentum=0.9))
+    trainer = Trainer(
+        callbacks=[monitor, stopping := EarlyStopping("opt/lr-SGD", patience=1)],
+        max_epochs=5,
+        log_every_n_steps=1,
+        logger=Recorder(),
+        accelerator="cpu",
+        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    trainer.fit(module, tiny_loader(2))
+    assert (stopping.best_score, trainer.current_epoch) == (1.0, 2)
+    assert monitor.lrs == {"opt/lr-SGD": [1.0] * 4}
+    assert monitor.last_momentum_values == {"opt/lr-SGD-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"opt/lr-SGD-weight_decay": 0.0}
+
+
+def test_momentum_is_0_without_one_and_a_warning_says_so() -> None:
+    monitor = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(messages.PacelineWarning, match="logs 0, because no optimizer has a momentum"):
+        recorder = run(monitor, Optimized(lambda module: torch.optim.Adagrad(module.parameters())), max_epochs=1)
+    assert {value for _, value in recorder.of("lr-Adagrad-momentum")} == {0.0}
+    assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": None}
+
+
+def test_the_rates_of_an_optimizer_that_gets_a_second_group_continue_under_its_new_name() -> None:
+    class Grows(Optimized):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                extra = torch.nn.Parameter(torch.zeros(1))
+                self.optimizers(use_pl_optimizer=False).add_param_group({"params": [extra], "lr": 0.5})
+
+    monitor = LearningRateMonitor("step")
+    run(monitor, Grows(sgd), max_epochs=2)
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0] * 8, "lr-SGD/pg2": [0.5] * 4}

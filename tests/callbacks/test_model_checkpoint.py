@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -1009,3 +1010,32 @@ def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: typ
 def test_two_with_one_state_key_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="state_key"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b"))
+
+
+def test_a_ranking_without_files_is_an_empty_mapping(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    ModelCheckpoint(dirpath=tmp_path).to_yaml()
+    assert yaml.safe_load((tmp_path / "best_k_models.yaml").read_text()) == {}
+
+
+def test_a_pickled_callback_has_equal_attributes(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="score", save_top_k=1)
+    assert vars(pickle.loads(pickle.dumps(checkpoint))) == vars(checkpoint)
+
+
+def test_saves_go_through_a_save_checkpoint_of_the_programs_own(tmp_path: Path) -> None:
+    saved: list[tuple[str, bool]] = []
+
+    class Tells(Trainer):
+        def save_checkpoint(self, filepath: Any, weights_only: bool = False, storage_options: Any = None) -> None:
+            saved.append((Path(filepath).name, weights_only))
+            super().save_checkpoint(filepath, weights_only, storage_options)
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="score", save_last=True)
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Tells(max_epochs=3, default_root_dir=tmp_path, callbacks=[checkpoint], **quiet)
+    trainer.fit(Scored(2.0, 3.0, 1.0), tiny_loader(), tiny_loader())
+    first, best, last = "epoch=0-step=4.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"
+    assert saved == [(name, False) for name in (first, last, last, best, last)]
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt", "last.ckpt"]
+    assert load(checkpoint.best_model_path)["callbacks"][checkpoint.state_key]["best_model_score"] == 1.0

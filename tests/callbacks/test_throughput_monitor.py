@@ -13,6 +13,7 @@ from paceline import Trainer
 from paceline.callbacks import ThroughputMonitor, throughput_monitor
 from paceline.callbacks.throughput_monitor import PEAK_FLOPS, _compute_dtype, _first_dim, peak_flops, peak_flops_of
 from paceline.loggers import Logger
+from paceline.utilities import Throughput, measure_flops
 
 CLOCK = Clock(tick=1e-6)
 
@@ -79,7 +80,7 @@ def test_totals_and_rates_of_the_training_are_logged_at_the_log_cadence() -> Non
     assert last["train/time"] == pytest.approx(8 * 0.005, rel=0.01)
     assert last["train/device/samples_per_sec"] == pytest.approx(2 * last["train/device/batches_per_sec"])
     assert last["train/device/batches_per_sec"] == pytest.approx(8 / last["train/time"])
-    assert not any("items" in key or "flops" in key or "mfu" in key or "global" in key for key in last)
+    assert not any("lengths" in key or "flops" in key or "mfu" in key for key in last)
 
 
 def test_rates_are_those_of_the_window() -> None:
@@ -120,11 +121,11 @@ def test_a_test_is_logged_at_its_end() -> None:
 
 
 def test_sizes_and_items_come_from_the_functions_given() -> None:
-    monitor = ThroughputMonitor(batch_size_fn=lambda batch: 10, length_fn=lambda batch: batch[0].numel())
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: 5, length_fn=lambda batch: batch[0].numel())
     trainer, recorder = trainer_with(monitor)
     trainer.fit(Timed(0.001), tiny_loader(3, batch_size=2))
     last = recorder.sent[-1][1]
-    assert (last["train/samples"], last["train/items"]) == (30, 3 * 2 * 4)
+    assert (last["train/samples"], last["train/lengths"]) == (15, 3 * 2 * 4)
     assert last["train/device/items_per_sec"] == pytest.approx(8 * last["train/device/batches_per_sec"])
 
 
@@ -155,22 +156,52 @@ def test_while_accumulating_values_are_logged_once_an_update() -> None:
 def test_on_several_devices_the_rates_of_all_are_logged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, recorder = trainer_with(ThroughputMonitor())
     monkeypatch.setattr(type(trainer.strategy), "world_size", 4)
-    window = throughput_monitor._Window(10)
+    monitor = ThroughputMonitor()
+    count = monitor._count(trainer)
     CLOCK.sleep(0.001)
-    window.add(2, 0)
-    ThroughputMonitor()._log(trainer, TinyModule(), "train", window)
+    count.add(2)
+    monitor._log(trainer, "train", count)
     metrics = recorder.sent[-1][1]
-    assert metrics["train/global/samples_per_sec"] == 4 * metrics["train/device/samples_per_sec"]
-    assert "train/global/time" not in metrics
+    assert metrics["train/samples_per_sec"] == 4 * metrics["train/device/samples_per_sec"]
 
 
-def test_the_tally_leaves_out_a_pause() -> None:
-    window = throughput_monitor._Window(10)
-    window.pause()
+def test_the_time_of_a_pause_is_not_counted() -> None:
+    count = throughput_monitor._Count(Throughput())
+    count.pause()
     CLOCK.sleep(0.2)
-    window.go_on()
-    window.add(1, 0)
-    assert window.rates(None, None, False)["time"] < 0.001
+    count.go_on()
+    count.add(1)
+    assert count.throughput.compute()["time"] < 0.001
+
+
+def test_throughput_gives_rates_of_a_full_window_and_of_all_devices() -> None:
+    throughput = Throughput(available_flops=100, world_size=2, window_size=3, separator="|")
+    for second in (1, 2):
+        throughput.update(time=second, batches=second, samples=3 * second, lengths=6 * second, flops=10)
+    assert throughput.compute() == {"time": 2, "batches": 2, "samples": 6, "lengths": 12}
+    assert throughput.compute(partial=True)["device|samples_per_sec"] == 3
+    throughput.update(time=5, batches=3, samples=9, lengths=18, flops=10)
+    rates = {"batches_per_sec": 0.5, "samples_per_sec": 1.5, "items_per_sec": 3, "flops_per_sec": 5}
+    totals = {"time": 5, "batches": 3, "samples": 9, "lengths": 18, "device|mfu": 0.05}
+    assert throughput.compute() == totals | {f"device|{k}": v for k, v in rates.items()} | {
+        name: 2 * rate for name, rate in rates.items()
+    }
+    for wrong in ({"time": 4, "batches": 4, "samples": 9}, {"time": 6, "batches": 4, "samples": 3}):
+        with pytest.raises(ValueError, match="Pass totals since the start"):
+            throughput.update(**wrong)
+    throughput.reset()
+    throughput.update(time=0, batches=0, samples=0)
+    for wrong in ({"world_size": 0}, {"window_size": 1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*at least"):
+            Throughput(**wrong)
+
+
+def test_the_operations_of_a_backward_pass_are_counted_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer, batch = torch.nn.Linear(4, 3), torch.ones(2, 4)
+    forward = measure_flops(layer, lambda: layer(batch))
+    assert forward == 2 * 2 * 4 * 3
+    assert measure_flops(layer, lambda: layer(batch), torch.sum) == 2 * forward
 
 
 @dataclass

@@ -223,3 +223,16 @@ def test_process_position_moves_the_bars_down(terminal: TerminalText) -> None:
     with redirect_stdout(terminal):
         trainer_with(Looks(process_position=2), max_epochs=1).fit(Shown(), tiny_loader(2))
     assert made == [-4]
+
+
+def test_the_bars_that_are_drawn_can_be_read_and_changed(terminal: TerminalText) -> None:
+    class Reads(Shown):
+        def on_train_batch_end(self, *args: Any) -> None:
+            bar.train_progress_bar.set_description("mine")
+
+    bar = TQDMProgressBar()
+    with pytest.raises(TypeError, match="not drawn a bar of this kind yet"):
+        _ = bar.train_progress_bar
+    with redirect_stdout(terminal):
+        trainer_with(bar, max_epochs=1, num_sanity_val_steps=0).fit(Reads(), tiny_loader(3))
+    assert "mine: " in terminal.getvalue()

@@ -306,9 +306,9 @@ def test_a_function_of_the_user_makes_the_average(tmp_path: Path, kind: str) -> 
     [
         ({"update_every_n_steps": 4}, [0, 4, 8, 12]),
         ({"update_starting_at_step": 7}, list(range(7, 15))),
-        ({"update_starting_at_step": 6, "update_every_n_steps": 5}, [10]),
-        ({"update_starting_at_epoch": 2}, [10, 11, 12, 13, 14]),
-        ({"update_starting_at_epoch": 1, "update_starting_at_step": 8}, list(range(8, 15))),
+        ({"update_starting_at_step": 6, "update_every_n_steps": 5}, [6, 11]),
+        ({"update_starting_at_epoch": 1, "update_every_n_steps": 6}, [0, 6, 9, 12, 14]),
+        ({"update_starting_at_epoch": 2, "update_starting_at_step": 13}, [13, 14, 14]),
     ],
 )
 def test_ema_takes_the_steps_it_is_told_to(tmp_path: Path, kwargs: dict[str, int], taken: list[int]) -> None:
@@ -393,7 +393,7 @@ def test_validation_runs_with_the_average_and_training_goes_on_as_without(tmp_pa
 
 def test_before_its_first_update_validation_uses_the_weights_themselves(tmp_path: Path) -> None:
     module, record = Net(), Recorder()
-    ema = EMAWeightAveraging(update_starting_at_epoch=1)
+    ema = EMAWeightAveraging(update_starting_at_step=5)
     trainer(tmp_path, record, ema, max_epochs=2).fit(module, loader(), loader())
     assert torch.equal(module.validated[0].double(), record.steps[4]["net.0.weight"])
 

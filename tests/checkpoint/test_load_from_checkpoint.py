@@ -266,7 +266,7 @@ def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(t
 def test_a_classes_name_in_the_hyperparameters_is_not_looked_up(tmp_path: Path):
     content = {
         "state_dict": TinyModule().state_dict(),
-        "hyper_parameters": {"lr": 0.2, "_instantiator": "os.system", "_class_path": "os.system"},
+        "hyper_parameters": {"lr": 0.2, "_class_path": "os.system"},
     }
     single_file.write(content, tmp_path / "x.ckpt")
     assert TinyModule.load_from_checkpoint(tmp_path / "x.ckpt").lr == 0.2
@@ -326,3 +326,9 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
     else:
         with pytest.raises(RuntimeError, match="2 missing from it"):
             Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)
+
+
+def test_a_file_that_names_a_function_to_make_the_module_with_is_refused(tmp_path: Path):
+    torch.save({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system"}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"'os\.system' as the function that makes the module, which is not called"):
+        TinyModule.load_from_checkpoint(tmp_path / "x.ckpt", strict=False)

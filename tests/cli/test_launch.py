@@ -479,6 +479,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.cold
 def test_a1_c13_one_script_trains_alike_however_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     name = script(TRAIN)

@@ -218,6 +218,7 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.cold
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.loggers import CSVLogger
+from paceline.loggers.csv import ExperimentWriter
 from paceline.messages import PacelineWarning
 
 Read = Callable[[str], list[dict[str, str]]]
@@ -114,7 +115,7 @@ def test_the_file_grows_by_appending_and_is_replaced_only_for_a_new_metric(tmp_p
     assert path.stat().st_ino == first
     logger.log_metrics({"b": 1.0}, step=5)
     assert path.stat().st_ino != first
-    assert os.listdir(logger.log_dir) == ["metrics.csv"]
+    assert sorted(os.listdir(logger.log_dir)) == ["hparams.yaml", "metrics.csv"]
     keep.close()
 
 
@@ -258,3 +259,26 @@ def test_a_forked_child_does_not_write_the_rows_of_its_parent(tmp_path: Path) ->
     fork = "pid = os.fork()\n        if pid == 0: del logger\n        else: os.waitpid(pid, 0)\n        os._exit(0)"
     assert _program(tmp_path, fork) == 0
     assert os.listdir(tmp_path / "run") == []
+
+
+def test_the_writer_is_the_experiment_and_saves_through_the_logger(tmp_path: Path, read_csv: Read) -> None:
+    saves: list[int] = []
+
+    class Counts(CSVLogger):
+        def save(self) -> None:
+            saves.append(len(self.experiment.metrics))
+            super().save()
+
+    logger = Counts(tmp_path, flush_logs_every_n_steps=2)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    assert (saves, len(logger.experiment.metrics)) == ([], 1)
+    logger.log_metrics({"loss": 2.0}, step=1)
+    assert (saves, logger.experiment.metrics) == ([2], [])
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    writer = ExperimentWriter(folder)
+    writer.log_metrics({"loss": torch.tensor(0.5), "epoch": 1})
+    writer.log_metrics({"loss": 0.25})
+    writer.save()
+    assert writer.metrics_file_path == str(folder / ExperimentWriter.NAME_METRICS_FILE)
+    assert [(row["step"], row["loss"]) for row in read_csv(str(folder))] == [("0", "0.5"), ("1", "0.25")]

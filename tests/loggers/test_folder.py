@@ -143,3 +143,20 @@ def test_other_ranks_touch_no_file_and_their_experiment_swallows_all(kind: Any, 
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_settings_has_an_empty_hparams_yaml_and_later_settings_replace_it(
+    kind: Any, tmp_path: Path
+) -> None:
+    logger = kind(tmp_path)
+    logger.save()
+    assert os.listdir(tmp_path) == []  # nothing was logged
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.save()
+    path = Path(logger.log_dir) / "hparams.yaml"
+    assert path.read_text() == "{}\n"
+    again = kind(tmp_path, version=0)
+    again.log_hyperparams({"lr": 0.1})
+    assert yaml.safe_load(path.read_text()) == {"lr": 0.1}
+    assert not path.with_name("hparams_1.yaml").exists()
+    logger.finalize("success")

@@ -4,7 +4,7 @@ The yardstick is one process in float64. In float32 a parameter may be off by 1e
 sums over ranks are taken in another order). In bf16-mixed every product is rounded to 8 bits, in another order on other
 ranks, so there the bound is ten times what one process in bf16-mixed is off by itself (``verify`` measures it).
 
-``make test-all`` runs every strategy with every network, accumulation and precision, ``make test`` a fifth of that.
+``make test-all`` runs every strategy with every network, accumulation and precision, ``make test`` a tenth of that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def deepspeed_here(deepspeed_imported: None) -> None:
     """For the ranks that this process forks."""
 
 
-@pytest.mark.parametrize(("strategy", "module", "accumulate", "precision"), share(cells(), 5))
+@pytest.mark.parametrize(("strategy", "module", "accumulate", "precision"), share(cells()))
 def test_a_strategy_gives_the_numbers_of_one_process(
     strategy: str, module: type[TrainingModule], accumulate: int, precision: str
 ) -> None:

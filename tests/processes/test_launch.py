@@ -235,16 +235,19 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or omit MASTER_PORT"):
             launch.rerun(2)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("NODE_RANK", "0")
         with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*to a free port$"):
-            launch.rerun(1, num_nodes=2, node_rank=0, address="127.0.0.1")
+            launch.rerun(1, num_nodes=2)
 
 
 def test_machines_that_cannot_find_each_other_are_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+    for name in ("MASTER_ADDR", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "4000")
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--name", "a b"])
     with pytest.raises(RuntimeError) as raised:
-        launch.rerun(2, num_nodes=3, port=4000)
+        launch.rerun(2, num_nodes=3)
     text = str(raised.value)
     assert text.startswith("There are 3 machines, but MASTER_ADDR and NODE_RANK are not set")
     for node in (0, 2):
@@ -253,16 +256,20 @@ def test_machines_that_cannot_find_each_other_are_told_what_to_type(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "match"),
+    ("name", "value", "kind", "match"),
     [
-        ({"node_rank": 2}, ValueError, "NODE_RANK=2 is not a whole number from 0 to 1"),
-        ({"port": 65536}, ValueError, "MASTER_PORT=65536 is not a whole number"),
-        ({"address": "no.such.host.invalid"}, OSError, "MASTER_ADDR=no.such.host.invalid is not the name"),
+        ("NODE_RANK", "2", ValueError, "NODE_RANK=2 is not a whole number from 0 to 1"),
+        ("MASTER_PORT", "65536", ValueError, "MASTER_PORT=65536 is not a whole number"),
+        ("MASTER_ADDR", "no.such.host.invalid", OSError, "MASTER_ADDR=no.such.host.invalid is not the name"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(more: dict[str, Any], kind: type[Exception], match: str) -> None:
+def test_a_place_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, kind: type[Exception], match: str
+) -> None:
+    for variable, one in {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000", name: value}.items():
+        monkeypatch.setenv(variable, one)
     with pytest.raises(kind, match=match):
-        launch.rerun(1, **({"num_nodes": 2, "node_rank": 0, "address": "127.0.0.1", "port": 4000} | more))
+        launch.rerun(1, num_nodes=2)
 
 
 # ---- start ---------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ PROGRAM = """
 from types import SimpleNamespace
 from clocks import Clock
 from paceline.processes import timings
-from paceline.processes.timings import phase, timed
+from paceline.processes.timings import phase
 
 clock = Clock()
 timings.time, timings._begin = SimpleNamespace(perf_counter=clock), 0.0
 
-@timed("inner")
+@phase("inner")
 def inner():
     clock.sleep(2.0)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from xml.etree import ElementTree
-
-import pytest
 
 from paceline.report import html_page as pages
 from paceline.report.html_page import Html, Section
+from paceline.report.svg_charts import line_chart, pie, stacked_bars
 
 
 class Balanced(HTMLParser):
@@ -42,17 +40,11 @@ def read(text: str) -> Balanced:
     return parser
 
 
-def svg(text: str) -> ElementTree.Element:
-    found = re.search(r"<svg.*?</svg>", text, re.DOTALL)
-    assert found
-    return ElementTree.fromstring(found.group())
-
-
 EVERYTHING = [
-    pages.line_chart({"loss": [(0, 1.0), (1, 0.5), (2, float("nan")), (3, 0.2), (4, 0.1)]}, "step", "loss"),
-    pages.line_chart({"a": [(0, 1.0), (1, 1e-4)], "b": [(0, 2.0), (1, 0.0)]}, "step", "value", log=True),
-    pages.pie({"data": 3.0, "forward": 1.0, "nothing": 0.0}, "rank 0"),
-    pages.stacked_bars({"rank 0": {"data": 1.0, "forward": 2.0}, "rank 1": {"data": 0.0, "forward": 4.0}}, "ms"),
+    line_chart({"loss": [(0, 1.0), (1, 0.5), (2, float("nan")), (3, 0.2), (4, 0.1)]}, "step", "loss"),
+    line_chart({"a": [(0, 1.0), (1, 1e-4)], "b": [(0, 2.0), (1, 0.0)]}, "step", "value", log=True),
+    pie({"data": 3.0, "forward": 1.0, "nothing": 0.0}, "rank 0"),
+    stacked_bars({"rank 0": {"data": 1.0, "forward": 2.0}, "rank 1": {"data": 0.0, "forward": 4.0}}, "ms"),
     pages.table([["a", 1], ["b", 2.5]], ["name", "value"]),
     pages.card("Slow", ["because"], "bad"),
     pages.verbatim("x\n  y"),
@@ -74,9 +66,9 @@ def test_text_is_escaped_wherever_it_stands() -> None:
         pages.paragraph(evil),
         pages.card(evil, [evil]),
         pages.table([[evil]], [evil]),
-        pages.pie({evil: 1.0, "x": 2.0}, evil),
-        pages.stacked_bars({evil: {evil: 1.0}}, evil),
-        pages.line_chart({evil: [(0, 1), (1, 2)], "b": [(0, 1)]}, evil, evil, caption=evil),
+        pie({evil: 1.0, "x": 2.0}, evil),
+        stacked_bars({evil: {evil: 1.0}}, evil),
+        line_chart({evil: [(0, 1), (1, 2)], "b": [(0, 1)]}, evil, evil, caption=evil),
         pages.verbatim(evil),
     ]
     text = pages.page(evil, [Section(evil, parts)], lead=evil)
@@ -89,78 +81,7 @@ def test_pieces_are_put_on_a_page_as_they_are() -> None:
     assert pages.escaped("<b>") == "&lt;b&gt;"
 
 
-def test_a_pie_has_a_wedge_for_each_share_above_zero() -> None:
-    drawn = svg(pages.pie({"a": 3.0, "b": 1.0, "c": 0.0}))
-    assert [title.text for title in drawn.iter("title")] == ["a: 75.0%", "b: 25.0%"]
-    whole = svg(pages.pie({"a": 0.0, "b": 2.0}))
-    assert [one.tag for one in whole] == ["circle"]
-    assert whole[0].attrib["fill"] == pages.color(1)
-    read(pages.pie({}))
-
-
-def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
-    drawn = svg(pages.line_chart({"a": [(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.0), (4, 3.0)]}))
-    assert len(list(drawn.iter("polyline"))) == 2
-
-
-@pytest.mark.parametrize("most", [1.0, 30.0, 1234.0, 20_000.0, 1e6, 1.5e9])
-def test_the_numbers_below_a_chart_end_inside_of_it(most: float) -> None:
-    drawn = svg(pages.line_chart({"a": [(0, 1.0), (most, 2.0)]}, "step", "loss"))
-    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
-    line = next(drawn.iter("polyline"))
-    assert float(line.attrib["points"].split()[-1].split(",")[0]) <= width
-    below = [text for text in drawn.iter("text") if float(text.attrib.get("y", 0)) == height - 18]
-    assert len(below) >= 3
-    assert float(below[-1].text or "nan") == pytest.approx(most, rel=0.3)
-    ends = []
-    for text in below:
-        middle, half = float(text.attrib["x"]), 7.5 * len(text.text or "") / 2  # a digit is 7 wide at 12 pixels
-        ends += [middle - half, middle + half]
-    assert ends == sorted(ends), "two of them lie over each other"
-    assert ends[0] >= 0
-    assert ends[-1] <= width
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-4, -1e-4, 1e9, -1e9])
-def test_the_numbers_beside_a_chart_leave_room_for_what_they_are(scale: float) -> None:
-    drawn = svg(pages.line_chart({"a": [(0, scale), (5, 1.6 * scale)]}, "step", "loss"))
-    beside = [text for text in drawn.iter("text") if text.attrib.get("text-anchor") == "end"]
-    assert len(beside) >= 3
-    (name,) = [text for text in drawn.iter("text") if text.text == "loss"]
-    right_of_name = float(name.attrib["transform"].partition("(")[2].split()[0]) + 4
-    assert min(float(text.attrib["x"]) - 7.5 * len(text.text or "") for text in beside) > right_of_name
-
-
-def test_whole_numbers_of_an_axis_are_written_out() -> None:
-    drawn = svg(pages.line_chart({"a": [(0, 0.0), (50_000, 2.0)]}))
-    assert {"0", "10000", "50000", "0.5"} <= {text.text for text in drawn.iter("text")}
-
-
 def test_columns_of_numbers_stand_to_the_right_with_their_headings_and_others_do_not() -> None:
     shown = pages.table([["a", 1, "", 3], ["b", 2.5, 3, "-"]], ["name", "value", "rows", "either"])
     assert re.findall(r"<th( .*?)?>", shown) == ["", " class=number", " class=number", ""]
     assert re.findall(r"<td( .*?)?>", shown) == ["", " class=number", " class=number", ""] * 2
-
-
-def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero() -> None:
-    drawn = svg(pages.line_chart({"a": [(0, 100.0), (1, 0.0), (2, 1.0), (3, 0.01)]}, log=True))
-    lines = list(drawn.iter("polyline"))
-    assert len(lines) == 1
-    heights = [float(point.split(",")[1]) for point in lines[0].attrib["points"].split()]
-    (dot,) = drawn.iter("circle")
-    # Equal factors are equal distances: 100 to 1 is as far as 1 to 0.01.
-    assert heights[1] - heights[0] == pytest.approx(heights[0] - float(dot.attrib["cy"]), abs=0.2)
-
-
-@pytest.mark.parametrize("points", [[], [(0, float("nan"))], [(5, 2.0)], [(1, 0.0), (2, 0.0)]])
-def test_charts_of_little_or_nothing_can_be_drawn(points: list[tuple[float, float]]) -> None:
-    read(pages.line_chart({"a": points}))
-
-
-def test_a_long_line_is_thinned_and_keeps_its_spikes() -> None:
-    points = [(float(i), 1.0) for i in range(100_000)]
-    points[54_321] = (54_321.0, 9.0)
-    drawn = pages.line_chart({"a": points})
-    assert len(drawn) < 60_000
-    heights = [float(p.split(",")[1]) for p in next(svg(drawn).iter("polyline")).attrib["points"].split()]
-    assert min(heights) < max(heights) - 100

@@ -93,7 +93,7 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
     [
         ({"strategy": "dpp"}, ValueError, r"Unknown strategy 'dpp'\. Did you mean 'ddp'\?.*or pass a Strategy"),
         ({"strategy": "dp"}, ValueError, "DataParallel copies the model every step.*strategy='ddp'"),
-        ({"strategy": "cpu", "devices": 2}, ValueError, "contradict each other: that strategy has one device"),
+        ({"strategy": "cpu", "devices": 2}, ValueError, "contradict each other: this strategy has one device"),
         ({"num_nodes": 0}, ValueError, r"num_nodes=0\) is not a number of machines"),
         ({"strategy": 3}, TypeError, r"strategy=3\) is an int"),
         ({"accelerator": "gpu"}, RuntimeError, "asks for a GPU, but this process sees none.*accelerator='auto'"),
@@ -217,7 +217,7 @@ def test_an_installed_package_brings_a_strategy(tmp_path: Path, monkeypatch: pyt
     trainer = Trainer(**QUIET, strategy="brought", accelerator="cpu")
     assert type(trainer.strategy).__name__ == "Brought"
     trainer.fit(Net(), [torch.ones(1)])
-    with pytest.raises(TypeError, match=r"gave a int. It must name a subclass"):
+    with pytest.raises(TypeError, match=r"returned an int. It must name a subclass"):
         Trainer(**QUIET, strategy="wrong", accelerator="cpu")
     with pytest.raises(ValueError, match=r"'brough'. Did you mean 'brought'"):
         Trainer(**QUIET, strategy="brough", accelerator="cpu")

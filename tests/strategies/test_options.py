@@ -25,7 +25,9 @@ def test_settings_become_arguments_of_the_strategies(monkeypatch: pytest.MonkeyP
 def test_settings_that_cannot_be_are_refused_in_the_users_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
-    with pytest.raises(ValueError, match=r"FSDPSettings\(sharding_strategy='NO_SHARD'\) .* Leave it \(use_fsdp\) out"):
+    with pytest.raises(
+        ValueError, match=r"FSDPSettings\(sharding_strategy='NO_SHARD'\) .* Leave the plugin \(use_fsdp\) out"
+    ):
         options_in(resolve())
     monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

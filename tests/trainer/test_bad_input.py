@@ -556,13 +556,6 @@ def test_arguments_of_methods_that_do_nothing_are_refused(trainer: Trainer) -> N
         "fsspec's settings",
         "Leave it out",
     )
-    refused(
-        lambda: trainer.init_module(empty_init=True),
-        NotImplementedError,
-        "empty_init=True",
-        "not",
-        "Leave it out",
-    )
 
 
 def test_saving_before_any_run_says_what_to_call(trainer: Trainer) -> None:

@@ -274,8 +274,8 @@ def test_values_are_detached_and_nothing_of_the_graph_stays(quiet: dict[str, Any
 
 def test_a_million_small_terms_keep_their_digits(quiet: dict[str, Any]) -> None:
     from paceline.strategies import SingleDevice
-    from paceline.trainer.metric_records import MeanRecord, Options
-    from paceline.trainer.metric_records import make_record as make
+    from paceline.trainer.metric_reductions import MeanRecord, Options
+    from paceline.trainer.metric_reductions import make_record as make
     from paceline.trainer.phases import EVAL_BATCH
 
     options = Options(False, None, None, None, "mean", False, False, None, True, None, False)

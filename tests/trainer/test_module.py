@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import HOOKS
-from paceline.trainer.hooks import MODULE_METHODS
+from paceline.trainer.hook_names import MODULE_METHODS
 
 
 class Net(TrainingModule):

@@ -380,6 +380,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rotates(5)
 def test_fresh_processes_shuffle_as_the_one_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parent.parent)))

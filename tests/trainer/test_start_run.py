@@ -10,7 +10,7 @@ import torch
 from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
-from paceline import Callback, Trainer, messages
+from paceline import Callback, DataModule, Trainer, messages
 from paceline.callbacks import EarlyStopping, ModelCheckpoint, RunReport, Timer
 from paceline.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -245,3 +245,51 @@ def test_a_run_on_several_processes_says_so_once_and_one_alone_says_nothing(
     assert said == ["Training on 2 processes (ddp, gloo, cpu).", "Testing on 2 processes (ddp, gloo, cpu)."]
     ranks(1, fit_and_test, 1)
     assert "process" not in capfd.readouterr().err
+
+
+def test_an_optimizer_is_told_to_clear_its_gradients_once_a_step_and_never_before(quiet: dict[str, Any]) -> None:
+    class Counts(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            Counts.cleared += 1
+            super().zero_grad(set_to_none)
+
+    class Module(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return Counts(self.parameters(), lr=0.1)
+
+    module = Module()
+    module.layer.weight.grad = torch.full_like(module.layer.weight, 1e6)
+    Trainer(**quiet, max_epochs=1).fit(module, tiny_loader(4))
+    assert Counts.cleared == 4
+    assert module.layer.weight.abs().max() < 1e3
+
+
+def test_loggers_get_metrics_and_step_by_their_names_and_hyperparameters_must_agree(quiet: dict[str, Any]) -> None:
+    class Named(Logger):
+        name = version = "named"
+        got: list[tuple[str, ...]] = []  # noqa: RUF012
+
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            self.got.append((*args, *kwargs))
+
+        def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None: ...
+
+    class Data(DataModule):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Module(TinyModule):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    quiet["logger"] = logger = Named()
+    Trainer(**quiet, max_epochs=1, log_every_n_steps=1).fit(TinyModule(), tiny_loader(1))
+    assert logger.got == [("metrics", "step")]
+    data = Data(2)
+    data.train_dataloader = tiny_loader  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"both saved a hyperparameter 'width', with the values 3 and 2"):
+        Trainer(**quiet, max_epochs=1).fit(Module(3), datamodule=data)

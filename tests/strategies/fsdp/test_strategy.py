@@ -145,6 +145,7 @@ OPTIMIZERS = {
 EXACT = 1e-11
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -182,6 +183,7 @@ def run_at(place: str, make: Any, save: Any = None, **arguments: Any) -> dict[st
     return weights(trainer)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [("fsdp x2", place) for place in PLACES] + [("single", "fsdp x2"), ("ddp x2", "fsdp x2"), ("fsdp x3", "fsdp x2")],
@@ -344,6 +346,7 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -563,6 +566,7 @@ def test_init_weights_of_a_module_around_it_comes_after_a_layers_own() -> None:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -62,7 +62,7 @@ def test_a_batch_that_is_not_cut_stays_the_object_it_is() -> None:
 
 @pytest.mark.parametrize("batch", ["text", {"a": 1}, torch.tensor(1.0), []])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be cut into micro-batches"):
+    with pytest.raises(TypeError, match="cannot be split into micro-batches"):
         cut(batch, 2)
 
 

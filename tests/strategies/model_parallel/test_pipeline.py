@@ -132,6 +132,7 @@ def error(state: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 # ---- the numbers of one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_schedule_gives_the_numbers_of_one_process(accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate}
@@ -542,9 +543,9 @@ def test_what_a_pipeline_cannot_run_is_said(module: Any, kind: type[Exception], 
     [
         ({"pipeline_schedule": "1f2b"}, "Unknown pipeline schedule '1f2b'. Did you mean '1f1b'?"),
         ({"virtual_stages": 2}, "one stage on each process"),
-        ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is '1f1b'"),
-        ({"microbatches": 0}, "microbatches=0 is not a number of pieces"),
-        ({"data_parallel_shard": 2}, "not sharded further"),
+        ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is the same as '1f1b'"),
+        ({"microbatches": 0}, "microbatches=0 is not a whole number of 1 or more"),
+        ({"data_parallel_shard": 2}, "cannot be sharded"),
         ({"context_parallel": 2, "context_parallel_dims": 1}, "context_parallel=2"),
     ],
 )

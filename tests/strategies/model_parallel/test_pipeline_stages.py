@@ -168,7 +168,7 @@ def test_fewer_blocks_than_stages_are_refused_with_both_numbers() -> None:
 
 
 def test_a_module_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear holds no nn.ModuleList or nn.Sequential"):
+    with pytest.raises(ValueError, match=r"Linear has no nn.ModuleList or nn.Sequential"):
         Stages(nn.Linear(2, 2), 2, CPU)
 
 
@@ -185,7 +185,7 @@ def test_one_module_at_two_places_is_refused() -> None:
         (["blocks.1"], "need a list of 2 names"),
         ("blocks.1", "need a list of 2 names"),
         (["blocks.3", "blocks.1"], "in the order in which the modules run"),
-        (["blocks.1", "blocks.1.linear"], "lies inside another"),
+        (["blocks.1", "blocks.1.linear"], "is inside another"),
     ],
 )
 def test_split_points_that_cannot_be_are_refused(points: Any, says: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline import Trainer
 from paceline.callbacks import LearningRateFinder
 from paceline.messages import PacelineWarning
-from paceline.tuner.learning_rate import LRFinder, change_rates, set_rates, shares_of
+from paceline.tuner.lr_range_test import LRFinder, change_rates, set_rates, shares_of
 from paceline.tuner.tuner import Tuner
 
 QUIET = {

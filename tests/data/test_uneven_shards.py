@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.stream_sharding import Division
+from paceline.data.uneven_shards import Division
 
 NUMBERS = {
     "total": st.integers(0, 60),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.strategies import SingleDevice
-from paceline.trainer.metric_records import Options, Record, as_tensor, make_record
+from paceline.trainer.metric_reductions import Options, Record, as_tensor, make_record
 from paceline.trainer.phases import EVAL_BATCH, TRAIN_BATCH
 
 DEVICE = SingleDevice()

@@ -190,7 +190,8 @@ class _Curve:
         """Record losses; waits for the device and the other ranks."""
         strategy, results = self.run.strategy, self.found.results
         mine = [float(loss) for loss in losses]
-        both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=_where(strategy))
+        device = strategy.device if strategy.host_group is None else "cpu"
+        both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=device)
         total, count = strategy.reduce(both, "sum", strategy.host_group).tolist()
         if not self.run.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
             self.skipped += 1
@@ -205,10 +206,6 @@ class _Curve:
         if step >= _SETTLING:
             self.best = min(self.best, smooth)
         return exploded or step >= self.found.num_training
-
-
-def _where(strategy: Any) -> Any:
-    return "cpu" if strategy.host_group is not None else strategy.device
 
 
 def check(run: Run) -> None:

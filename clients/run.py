@@ -1,0 +1,298 @@
+"""The own tests of libraries built on the packages that Paceline replaces: with the real package, and with Paceline.
+
+    python clients/run.py                       # all libraries of clients.toml; make clients does this
+    python clients/run.py --only litgpt --keep
+
+Each library gets an environment of its own in ``.clients``, with the versions of its file in ``locks``. Its tests come
+from its source distribution on PyPI. They run twice in copies of it: with the real package, and under the stand-in. A
+table shows what both runs passed, and each lost test with its error. The exit status is 1 if a test is lost that
+``clients.toml`` does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import venv
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORK = ROOT / ".clients"
+#: Offline, on one thread, without a terminal: the same for both runs.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "COLUMNS": "160",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
+
+
+@dataclass
+class Client:
+    """A library of ``clients.toml``.
+
+    Attributes:
+        name: on PyPI.
+        version: of the library.
+        stand_in: the package that the library is built on and that Paceline replaces.
+        uses: what of that package the library uses.
+        tests: files and folders of the source distribution that hold tests.
+        options: further arguments for pytest.
+        timeout: seconds for one test.
+        limit: seconds for all tests.
+        prepare: a script in ``added`` that runs once in the unpacked source, to make data that tests would download.
+        excluded: tests that run with neither package, and why.
+        explained: patterns of lost tests, and the row of docs/differences.md or the other reason that explains them.
+    """
+
+    name: str
+    version: str
+    stand_in: str
+    uses: str
+    tests: list[str] = field(default_factory=lambda: ["tests"])
+    options: list[str] = field(default_factory=list)
+    timeout: int = 60
+    limit: int = 1200
+    prepare: str = ""
+    excluded: dict[str, str] = field(default_factory=dict)
+    explained: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where its environment and the copies of its source are."""
+        return WORK / self.name
+
+    @property
+    def python(self) -> Path:
+        """The Python of its environment."""
+        return self.folder / "venv" / "bin" / "python"
+
+    @property
+    def lock(self) -> Path:
+        """The versions of everything in its environment."""
+        return HERE / "locks" / f"{self.name}.txt"
+
+
+@dataclass
+class Outcome:
+    """How a test ended: ``passed``, ``skipped`` or ``failed``; the first line of its error if it failed."""
+
+    word: str
+    error: str = ""
+
+
+@dataclass
+class Result:
+    """Both runs of a library's tests."""
+
+    client: Client
+    real: dict[str, Outcome]
+    paceline: dict[str, Outcome]
+    seconds: dict[str, float]
+
+    @property
+    def lost(self) -> list[str]:
+        """Tests that pass with the real package only."""
+        return _only(self.real, self.paceline)
+
+    @property
+    def gained(self) -> list[str]:
+        """Tests that pass with Paceline only."""
+        return _only(self.paceline, self.real)
+
+    def error(self, test: str) -> str:
+        """The first line of a lost test's error."""
+        return self.paceline[test].error or self.paceline[test].word if test in self.paceline else "was not collected"
+
+    def explanation(self, test: str) -> str:
+        """Why a test may be lost; empty if nothing explains it."""
+        return next((why for part, why in self.client.explained.items() if part in test), "")
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "version": self.client.version,
+            "stands_in": self.client.stand_in,
+            "passed_real": _passed(self.real),
+            "passed_paceline": _passed(self.paceline),
+            "lost": {test: {"error": self.error(test), "explanation": self.explanation(test)} for test in self.lost},
+            "gained": self.gained,
+            "seconds": {name: round(seconds) for name, seconds in self.seconds.items()},
+        }
+
+
+def read_table(path: Path = HERE / "clients.toml") -> list[Client]:
+    """The libraries of the table, in its order."""
+    return [Client(name, **row) for name, row in tomllib.loads(path.read_text()).items()]
+
+
+def install(client: Client) -> None:
+    """Make the environment, unless the one from the last time has the same versions."""
+    wanted = hashlib.sha256(client.lock.read_bytes()).hexdigest()
+    stamp = client.folder / "installed"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(client.folder, ignore_errors=True)
+    venv.create(client.folder / "venv", with_pip=True)
+    pip = [client.python, "-m", "pip", "install", "--quiet"]
+    _call([*pip, "--no-compile", "-r", client.lock])
+    _call([*pip, "--no-deps", "--no-build-isolation", "-e", ROOT])
+    stamp.write_text(wanted)
+
+
+def fetch(client: Client) -> Path:
+    """The unpacked source distribution, with what ``added`` has for it."""
+    source = client.folder / "source"
+    if source.exists():
+        return source
+    downloads, unpacked = client.folder / "sdist", client.folder / "unpacked"
+    named = f"{client.name}=={client.version}"
+    pip = [client.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", client.name]
+    _call([*pip, "--dest", downloads, named])
+    with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
+        archive.extractall(unpacked, filter="data")
+    (inner,) = unpacked.iterdir()
+    if (added := HERE / "added" / client.name).is_dir():
+        shutil.copytree(added, inner, dirs_exist_ok=True)
+    if client.prepare:
+        _call([client.python, client.prepare], cwd=inner)
+    inner.rename(source)
+    return source
+
+
+def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str, Outcome], float]:
+    """Run the tests in a copy of the source; their outcomes by name, and the seconds that all took."""
+    label = "paceline" if stand_in else "real"
+    copy, report = client.folder / label, client.folder / f"{label}.xml"
+    shutil.rmtree(copy, ignore_errors=True)
+    report.unlink(missing_ok=True)
+    shutil.copytree(source, copy)
+    excluded = [option for test in client.excluded for option in ("--deselect", test)]
+    pytest = ["-m", "pytest", *client.tests, *client.options, *excluded, "-p", "no:cacheprovider", "--tb=short", "-q"]
+    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}"]
+    replace = ["-m", "paceline.compat", client.stand_in] if stand_in else []
+    start = time.monotonic()
+    with (client.folder / f"{label}.log").open("w") as log:
+        try:
+            _call([client.python, *replace, *pytest], cwd=copy, log=log, limit=client.limit)
+        except subprocess.TimeoutExpired:
+            print(f"{client.name}: the tests did not end within {client.limit} s; see {log.name}", file=sys.stderr)
+    if not report.exists():
+        raise SystemExit(f"{client.name}: pytest wrote no report; see {client.folder / label}.log")
+    return outcomes(report), time.monotonic() - start
+
+
+def outcomes(report: Path) -> dict[str, Outcome]:
+    """What a JUnit report says about each test."""
+    found: dict[str, Outcome] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = f"{case.get('classname')}::{case.get('name')}"
+        bad = next((child for child in case if child.tag in ("failure", "error")), None)
+        if bad is not None:
+            found[test] = Outcome("failed", _first_line(bad.get("message") or bad.text or ""))
+        elif found.get(test, Outcome("")).word != "failed":
+            found[test] = Outcome("skipped" if case.find("skipped") is not None else "passed")
+    return found
+
+
+def compare(client: Client) -> Result:
+    """Install, fetch and run both."""
+    print(f"{client.name} {client.version}: installing", file=sys.stderr)
+    install(client)
+    source = fetch(client)
+    print(f"{client.name}: its tests with {client.stand_in}, then with Paceline", file=sys.stderr)
+    real, real_seconds = run_tests(client, source, stand_in=False)
+    paceline, seconds = run_tests(client, source, stand_in=True)
+    return Result(client, real, paceline, {"real": real_seconds, "paceline": seconds})
+
+
+def table(results: Iterable[Result]) -> str:
+    """The table, in Markdown."""
+    lines = [
+        "| library | uses | tests passed with the real package | with Paceline | lost | gained |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        client = result.client
+        counts = [_passed(result.real), _passed(result.paceline), len(result.lost), len(result.gained)]
+        cells = [f"{client.name} {client.version}", f"{client.stand_in}: {client.uses}", *map(str, counts)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def print_report(results: list[Result]) -> None:
+    """Print the table, and each lost test with its error and its explanation."""
+    print(f"\n{table(results)}")
+    for result in results:
+        if result.lost:
+            print(f"\nLost by {result.client.name}:")
+        for test in result.lost:
+            print(f"- {test}: {result.error(test)}")
+            print(f"  {result.explanation(test) or 'NOT EXPLAINED'}")
+
+
+def _only(first: Mapping[str, Outcome], second: Mapping[str, Outcome]) -> list[str]:
+    missing = Outcome("missing")
+    return [name for name, one in first.items() if one.word == "passed" != second.get(name, missing).word]
+
+
+def _passed(run: Mapping[str, Outcome]) -> int:
+    return sum(one.word == "passed" for one in run.values())
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:200] if lines else ""
+
+
+def _call(command: list[Any], *, cwd: Path = ROOT, log: Any = None, limit: float | None = None) -> None:
+    """Run a command; its failure ends this program, unless its output goes to a log."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
+    command = [str(part) for part in command]
+    done = subprocess.run(command, cwd=cwd, env=environment | ENVIRONMENT, timeout=limit, check=False, **output)
+    if done.returncode and not log:
+        raise SystemExit(f"{' '.join(command)} failed with status {done.returncode}.")
+
+
+def main() -> None:
+    """Compare the libraries that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="this library; may be repeated")
+    parser.add_argument("--keep", action="store_true", help="leave environments, sources and logs, and use them again")
+    parser.add_argument("--json", type=Path, default=WORK / "report.json", help="where the report goes as JSON")
+    arguments = parser.parse_args()
+    clients = {client.name: client for client in read_table()}
+    if unknown := set(arguments.only or ()) - set(clients):
+        parser.error(f"unknown library {', '.join(sorted(unknown))}; clients.toml has {', '.join(clients)}")
+    results = []
+    for name in arguments.only or clients:
+        results.append(compare(clients[name]))
+        if not arguments.keep:
+            shutil.rmtree(clients[name].folder)
+    print_report(results)
+    report = {"date": datetime.date.today().isoformat(), "libraries": {r.client.name: r.summary() for r in results}}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\n{arguments.json}")
+    raise SystemExit(any(not result.explanation(test) for result in results for test in result.lost))
+
+
+if __name__ == "__main__":
+    main()

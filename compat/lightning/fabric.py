@@ -1,0 +1,545 @@
+"""Lightning's ``Fabric``, an adapter over :class:`~...accelerator.accelerator.Accelerator`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ... import messages
+from ...accelerator.accelerator import Accelerator
+from ...accelerator.optimizers import AcceleratedOptimizer
+from ...accelerator.process_state import forgotten
+from ...checkpoint import single_file
+from ...loggers.base import Logger
+from ...processes import seed
+from ...processes.device_transfer import move
+from ...processes.host_program import find_host, fork_obstacle, start_method_in
+from ...strategies.base import Strategy
+from ...strategies.choose import choose_strategy
+from ...torch_private import pytree
+from ...trainer.plugins import sort_plugins
+from .fabric_wrappers import FabricLoader, FabricModule, is_wrapped, original, takes_fabric, tie
+
+_REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+class Fabric:
+    """Runs a user's own loop on any device and on many, with Lightning's names.
+
+    Everything that it does, an :class:`Accelerator` does: windows are not used, so every ``optimizer.step()`` steps.
+
+    Args:
+        accelerator: kind of device.
+        strategy: a name, or a Strategy.
+        devices: how many or which, on this machine.
+        num_nodes: machines.
+        precision: a name or a Precision; None: as ``paceline launch`` and the settings say.
+        plugins: a Precision, a ClusterEnvironment.
+        callbacks: objects whose methods :meth:`call` calls.
+        loggers: where :meth:`log` sends values.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+    ) -> None:
+        given = sort_plugins(plugins)
+        self._environment = given.environment
+        self._strategy = choose_strategy(
+            strategy, accelerator, devices, num_nodes, precision, given.precision, environment=given.environment
+        )
+        self._asked_precision = precision is not None or given.precision is not None
+        self._callbacks = _listed(callbacks)
+        self._loggers: list[Logger] = _listed(loggers)
+        self._launched = False
+        self._models_setup = 0
+        if type(self).run is not Fabric.run:
+            vars(self)["run"] = partial(self._launch_and_run, self.run)
+
+    # ---- the processes -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def accelerator_of_loop(self) -> Accelerator:
+        """The Accelerator behind this Fabric, made when it is first needed, in the process that trains."""
+        if self._strategy.launcher is not None:
+            self._refuse_unlaunched()
+        environment = self._environment
+        if environment is not None:
+            cluster = environment.cluster(len(self._strategy.device_ids), self._strategy.num_nodes)
+            if cluster is not None:
+                cluster.export()
+        return Accelerator(
+            cpu=True if self._strategy.device.type == "cpu" else None,
+            mixed_precision=self._strategy.precision if self._asked_precision else None,
+            gradient_accumulation_steps=1,
+            strategy=self._strategy,
+            output_dtype="fp32",
+        )
+
+    def _refuse_unlaunched(self) -> NoReturn:
+        raise RuntimeError(
+            f"Fabric(devices={len(self._strategy.device_ids)}) computes on {self._strategy.world_size} processes, "
+            "which are not there yet. Call fabric.launch() before the first other call."
+        )
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes of the strategy, in a script by running it once for each.
+
+        Args:
+            function: called in each process as ``function(fabric, *args, **kwargs)``. In a notebook, under pytest and
+                with ``strategy="ddp_spawn"`` it must hold the code of the program.
+            *args: its arguments.
+            **kwargs: more of them.
+
+        Returns:
+            What the function returns on rank 0.
+        """
+        if function is not None and not takes_fabric(function):
+            raise TypeError(
+                f"fabric.launch({getattr(function, '__name__', function)}): the function is called with the Fabric as "
+                "its first argument, but takes none. Write def main(fabric): ..."
+            )
+        return self._launch(_with_fabric, function, args, kwargs)
+
+    def _launch(self, begin: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        strategy, launcher = self._strategy, self._strategy.launcher
+        if launcher is None:
+            return begin(self, function, args, kwargs)
+        if function is None:
+            asked: Any = getattr(strategy, "start_method", "auto")
+            host = find_host()
+            if start_method_in(host, asked, fork_obstacle(strategy.device.type), strategy.num_nodes) != "popen":
+                raise TypeError(
+                    f"fabric.launch() without a function runs the script once for each of the {strategy.world_size} "
+                    f"processes, but this is {host.name}, or the strategy starts them from a function. Put the code "
+                    "into one: fabric.launch(main), with def main(fabric): ..."
+                )
+        with forgotten():
+            return launcher(begin, self, function, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The program of a subclass: calling it starts the processes too."""
+
+    def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._launch(_run, run, args, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("accelerator_of_loop", "run")}
+
+    @property
+    def accelerator(self) -> Any:
+        """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        from ...processes.accelerators import AcceleratorRegistry
+
+        return AcceleratorRegistry[self._strategy.device.type]()
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where tensors live and how the processes communicate."""
+        return self._strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._strategy.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all, 0-based."""
+        return self._strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine, 0-based."""
+        return self._strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine, 0-based."""
+        return self._strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._strategy.is_global_zero
+
+    # ---- what is set up ----------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Set up a module with its optimizers.
+
+        Args:
+            module: the module.
+            *optimizers: its optimizers.
+            scheduler: returned as it is: it advances with each call of its ``step``.
+            move_to_device: whether the module moves to the device.
+
+        Returns:
+            The module; or a tuple of the module, the optimizers, and the scheduler if there is one.
+        """
+        self._refuse_wrapped("setup", module, *optimizers)
+        placed = [move_to_device, *[None] * len(optimizers)]
+        prepared, *found = self.accelerator_of_loop.prepared.prepare([module, *optimizers], placed)
+        wrapped = self._wrapped(prepared, found)
+        if not optimizers:
+            return wrapped
+        return (wrapped, *found) if scheduler is None else (wrapped, *found, scheduler)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
+        """Set up a module; its optimizers, made from its parameters, are for :meth:`setup_optimizers`."""
+        self._refuse_wrapped("setup_module", module)
+        return self._wrapped(self.accelerator_of_loop.prepare_model(module, move_to_device), [])
+
+    def _wrapped(self, module: nn.Module, optimizers: list[AcceleratedOptimizer]) -> FabricModule:
+        wrapped = FabricModule(self.accelerator_of_loop, module)
+        tie(self, module, optimizers)
+        self._watch(optimizers)
+        self._models_setup += 1
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        return wrapped
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Set up optimizers of modules that are set up. Returns one, or a tuple of several."""
+        self._refuse_wrapped("setup_optimizers", *optimizers)
+        found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
+        self._watch(found)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def setup_dataloaders(
+        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Set up loaders: each process gets its part of the data, on its device. Returns one, or a list of several.
+
+        Args:
+            *dataloaders: the loaders.
+            use_distributed_sampler: False: every process reads all of the data, or what its own sampler gives it.
+            move_to_device: whether batches move to the device.
+        """
+        self._refuse_wrapped("setup_dataloaders", *dataloaders)
+        if use_distributed_sampler:
+            found = [self.accelerator_of_loop.prepare_data_loader(one, move_to_device) for one in dataloaders]
+        else:
+            found = [FabricLoader(one, self.device if move_to_device else None) for one in dataloaders]
+        return found[0] if len(found) == 1 else found
+
+    def _refuse_wrapped(self, method: str, *objects: Any) -> None:
+        for one in objects:
+            if is_wrapped(one):
+                raise ValueError(
+                    f"fabric.{method} got {messages.a(one)} that is set up already. Pass each object once, as you made "
+                    "it."
+                )
+
+    def _watch(self, optimizers: list[AcceleratedOptimizer]) -> None:
+        """Call the callbacks that want to know of an optimizer's steps."""
+        for callback in self._callbacks:
+            hook = getattr(callback, "on_after_optimizer_step", None)
+            for one in optimizers if callable(hook) else ():
+                call = partial(_after_step, hook, self._strategy, one)
+                one.optimizer.register_step_post_hook(call)
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        """Run the backward pass of a loss; replaces ``loss.backward()``."""
+        if args:
+            kwargs["gradient"] = args[0]
+        self.accelerator_of_loop.backward(tensor, **kwargs)
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters, each to ``clip_val`` or all together to ``max_norm``.
+
+        Args:
+            module: whose gradients.
+            optimizer: of which parameters.
+            clip_val: the largest value.
+            max_norm: the largest norm.
+            norm_type: order of the norm.
+            error_if_nonfinite: raise if the norm is not finite; not with fp16, which then skips the step.
+
+        Returns:
+            The norm before clipping, shape ().
+        """
+        if (clip_val is None) is (max_norm is None):
+            raise ValueError(
+                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): give exactly one of the two."
+            )
+        accelerator = self.accelerator_of_loop
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if clip_val is not None:
+            accelerator.clip_grad_value_(parameters, float(clip_val))
+            return None
+        norm = accelerator.clip_grad_norm_(parameters, float(max_norm or 0.0), float(norm_type))
+        if error_if_nonfinite and accelerator.scaler is None and not math.isfinite(float(norm)):
+            raise RuntimeError(
+                f"fabric.clip_gradients: the norm of the gradients is {float(norm)}, so they cannot be scaled. Look "
+                "for the first loss that is not finite, or pass error_if_nonfinite=False."
+            )
+        return norm
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Context whose backward passes do not communicate gradients, for all micro-batches but the last."""
+        if not isinstance(original(module), nn.Module) or not is_wrapped(module):
+            raise TypeError(
+                f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set the "
+                "module up first."
+            )
+        return self.accelerator_of_loop.no_sync(original(module)) if enabled else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context that computes in the precision, as a module's forward does."""
+        return self.accelerator_of_loop.autocast()
+
+    def to_device(self, obj: Any) -> Any:
+        """A module, a tensor or a collection of tensors, on the device."""
+        return obj.to(self.device) if isinstance(obj, nn.Module) else move(obj, self.device)
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """Context in which tensors are made on the device, in the precision's dtype."""
+        return self._strategy.tensor_init_context()
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context in which layers are made on the device, in the precision's dtype; ``empty_init``: without values."""
+        return self.accelerator_of_loop.init_module(empty_init)
+
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """The same as :meth:`init_module`."""
+        return self.init_module()
+
+    # ---- between processes -------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process is here."""
+        self._communicating.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Process ``src``'s object, on every process."""
+        return self._communicating.broadcast(obj, src)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        return self._communicating.all_gather(self._tensors(data), group, sync_grads)
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """Reduce the tensors in a collection over all processes."""
+        op: Any = _REDUCTIONS.get(str(reduce_op or "mean").lower(), reduce_op)
+        strategy = self._communicating
+        return pytree.tree_map_only(Tensor, lambda one: strategy.reduce(one, op, group), self._tensors(data))
+
+    @property
+    def _communicating(self) -> Strategy:
+        return self.accelerator_of_loop.strategy
+
+    def _tensors(self, data: Any) -> Any:
+        """Numbers as tensors, and everything on the device."""
+        return move(pytree.tree_map_only((int, float), torch.tensor, data), self.device)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Context that rank 0 (of each machine if ``local``) runs before the others."""
+        accelerator = self.accelerator_of_loop
+        return accelerator.local_main_process_first() if local else accelerator.main_process_first()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, on the first process of each machine."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201 - it is the user who prints
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: Any,
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write modules, optimizers and any other values to a file, whole or not at all. Every process must call.
+
+        Args:
+            path: of the file.
+            state: what to write, by name; modules and optimizers that are set up are replaced by their states.
+            filter: by name of the state, ``f(key, value)`` that says which entries of its ``state_dict`` are written.
+        """
+        filter = _checked_filter(state, filter or {})
+        found = {}
+        for name, value in state.items():
+            kept = self._state_of(value)
+            choose = filter.get(name)
+            found[name] = kept if choose is None else {key: one for key, one in kept.items() if choose(key, one)}
+        accelerator = self.accelerator_of_loop
+        accelerator.save(found, path)
+        accelerator.strategy.barrier("Fabric.save")
+
+    def _state_of(self, value: Any) -> Any:
+        value, accelerator = original(value), self.accelerator_of_loop
+        if isinstance(value, nn.Module):
+            return accelerator.get_state_dict(value)
+        if isinstance(value, AcceleratedOptimizer) and value.placement is not None:
+            placement = value.placement
+            return placement.strategy.optimizer_state(placement.module, value.optimizer)
+        return value.state_dict() if _has_state(value) else value
+
+    def load(
+        self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file of :meth:`save` into the objects of ``state``. Every process must call.
+
+        Args:
+            path: of the file.
+            state: modules, optimizers and other values, by the names that they were saved under; values that have no
+                ``load_state_dict`` are replaced in it. None: nothing is loaded into anything.
+            strict: everything in ``state`` must be in the file, with the same keys.
+            weights_only: False also loads objects that are not plain data, which runs code that the file names.
+
+        Returns:
+            What the file holds beside ``state``.
+        """
+        self.accelerator_of_loop.strategy.barrier("Fabric.load")
+        found = single_file.load(path, trusted=weights_only is False)
+        missing = [name for name in state or {} if name not in found]
+        if missing and strict:
+            raise KeyError(
+                f"fabric.load({str(path)!r}): the file has no {messages.names(missing, last='and')}, only "
+                f"{messages.names(list(found), last='and')}. Leave it out of the state, or pass strict=False."
+            )
+        for name in [name for name in state or {} if name in found] if state else []:
+            self._load_into(state, name, found.pop(name), strict)
+        return found
+
+    def _load_into(self, state: dict[str, Any], name: str, saved: Any, strict: bool) -> None:
+        value = original(state[name])
+        if isinstance(value, (nn.Module, Optimizer)):
+            self._load_state(value, saved, strict)
+        elif _has_state(value):
+            value.load_state_dict(saved)
+        else:
+            state[name] = saved
+
+    def _load_state(self, value: nn.Module | Optimizer, saved: Any, strict: bool) -> None:
+        placements = self.accelerator_of_loop.prepared.placements
+        if isinstance(value, nn.Module):
+            placement = placements.get(id(value))
+            if placement is None:
+                value.load_state_dict(saved, strict=strict)
+            else:
+                placement.strategy.load_model_state(value, saved, strict)
+        elif isinstance(value, AcceleratedOptimizer) and value.placement is not None:
+            value.placement.strategy.load_optimizer_state(value.placement.module, value.optimizer, saved)
+        else:
+            value.load_state_dict(saved)
+
+    def load_raw(
+        self, path: Any, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load a file that holds nothing but the ``state_dict`` of a module or an optimizer."""
+        self._load_state(original(obj), single_file.load(path, trusted=weights_only is False), strict)
+
+    # ---- callbacks, loggers ------------------------------------------------------------------------------------------
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if callable(method):
+                method(*args, **kwargs)
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger."""
+        return self._loggers[0]
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Send a value to all loggers."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Send values to all loggers; tensors have one element, and this waits for the device."""
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in self._loggers if self.is_global_zero else ():
+            logger.log_metrics(metrics=values, step=step)
+
+    @staticmethod
+    def seed_everything(given: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+        """Seed Python's ``random``, numpy and torch; loader workers always get seeds of their own."""
+        return seed.seed_everything(given, workers is not False, verbose)
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _with_fabric(fabric: Fabric, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    """Join the processes, and call the user's function."""
+    fabric._launched = True
+    _ = fabric.accelerator_of_loop
+    return None if function is None else function(fabric, *args, **kwargs)
+
+
+def _run(fabric: Fabric, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Join the processes, and call a subclass's ``run``."""
+    fabric._launched = True
+    _ = fabric.accelerator_of_loop
+    return type(fabric).run(fabric, *args, **kwargs)
+
+
+def _after_step(hook: Callable[..., Any], strategy: Strategy, optimizer: AcceleratedOptimizer, *_: Any) -> None:
+    hook(strategy=strategy, optimizer=optimizer)
+
+
+def _has_state(value: Any) -> bool:
+    methods = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
+
+
+def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, choose in filter.items():
+        if name not in state:
+            raise ValueError(f"fabric.save(filter=...) {messages.unknown('entry', name, list(state))}")
+        if not callable(choose):
+            raise TypeError(
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function of a key and a "
+                "value."
+            )
+    return filter

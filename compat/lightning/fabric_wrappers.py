@@ -1,0 +1,235 @@
+"""What ``Fabric.setup`` returns: Lightning's wrapper of a module, and what a LightningModule finds as its trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...accelerator.accelerator import Accelerator
+from ...accelerator.loaders import PreparedLoader
+from ...accelerator.models import unwrapped
+from ...accelerator.optimizers import AcceleratedOptimizer
+from ...processes.device_transfer import move
+from ...trainer.module import TrainingModule
+
+if TYPE_CHECKING:
+    from .fabric import Fabric
+
+#: Methods of a LightningModule that are called as its forward is, unless they are marked otherwise.
+_STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
+
+
+class FabricModule(nn.Module):
+    """A prepared module. ``.module`` is the user's own, whose attributes and methods this one has too.
+
+    Its forward takes inputs in the dtype of the precision, and returns floats in torch's default dtype.
+    """
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module) -> None:
+        super().__init__()
+        self._original_module = module
+        vars(self).update(_accelerator=accelerator, _marked=set[str]())
+        self.training = module.training
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._modules["_original_module"]  # type: ignore[return-value]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_precision(self.module, *args, **kwargs)
+
+    def _in_precision(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        precision = self._accelerator.strategy.precision
+        if precision.input_dtype is None:
+            return call(*args, **kwargs)
+        args, kwargs = precision.convert_input((args, kwargs))
+        return precision.convert_output(call(*args, **kwargs))
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let a method of the module be called as its forward is: through the strategy, in its precision."""
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward":
+            raise ValueError("mark_forward_method('forward'): the forward is marked already. Name another method.")
+        if not callable(getattr(self.module, name, None)):
+            raise AttributeError(
+                f"mark_forward_method({name!r}): {type(self.module).__name__} has no method of that name. Name one of "
+                "its own methods."
+            )
+        self._marked.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_modules" not in vars(self) or name == "_original_module":
+            return super().__getattr__(name)
+        module = self.module
+        if name in self._marked or (name in _STEPS and isinstance(module, TrainingModule)):
+            placement = self._accelerator.prepared.placement(module, "setup_module")
+            method = placement.route_method(name, self._accelerator.prepared.errors.explain)
+            return partial(self._in_precision, method)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = vars(self).get("_modules", {}).get("_original_module")
+        if module is None or name in ("training", "_original_module") or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
+        """Load the module's ``state_dict``."""
+        return self.module.load_state_dict(state_dict, strict=strict, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, without a prefix."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's, without a prefix."""
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def is_wrapped(obj: Any) -> bool:
+    """Whether an object came from ``Fabric.setup`` or ``Fabric.setup_dataloaders``."""
+    return isinstance(unwrapped(obj), (FabricModule, AcceleratedOptimizer, PreparedLoader, FabricLoader))
+
+
+def original(obj: Any) -> Any:
+    """The user's object inside of what ``Fabric.setup`` returned; anything else as it is."""
+    obj = unwrapped(obj)
+    return obj.module if isinstance(obj, FabricModule) else obj
+
+
+def unwrapped_in(collection: Any) -> Any:
+    """A collection in which the user's objects stand in the place of what ``Fabric.setup`` returned."""
+    if isinstance(collection, Mapping):
+        return {key: unwrapped_in(value) for key, value in collection.items()}
+    if type(collection) in (list, tuple):
+        return type(collection)(unwrapped_in(value) for value in collection)
+    found = original(collection)
+    return found.optimizer if isinstance(found, AcceleratedOptimizer) else found
+
+
+class FabricLoader:
+    """A loader of which every process reads all, with its batches on the device.
+
+    Args:
+        loader: the user's.
+        device: where the batches go; None leaves them where they are.
+    """
+
+    def __init__(self, loader: Any, device: torch.device | None) -> None:
+        self._loader, self._device = loader, device
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield batch if self._device is None else move(batch, self._device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+# ---- what a LightningModule finds ------------------------------------------------------------------------------------
+
+
+class _Value:
+    """A name that a module logs: every value goes to Fabric's loggers at once."""
+
+    def __init__(self, fabric: Fabric, name: str, options: Any) -> None:
+        self.fabric, self.name, self.options = fabric, name, options
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        self.fabric.log(self.name, value.compute() if hasattr(value, "compute") else value)
+
+
+class _Values(dict[str, _Value]):
+    """Where ``self.log`` and ``self.log_dict`` of a module look up names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[Any, Any] = {}
+
+    def group(self, key: Any, group: Any) -> None:
+        """Nothing is kept: each value is logged for itself."""
+
+
+class _Store:
+    """Where a module's ``self.log`` goes."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.records = fabric, _Values()
+
+    def define(self, name: str, value: Any, options: Any) -> _Value:
+        """Begin to log a name."""
+        record = self.records[name] = _Value(self.fabric, name, options)
+        return record
+
+
+class _FabricStrategy:
+    """The strategy, whose backward pass is Fabric's."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fabric.strategy, name)
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        self._fabric.accelerator_of_loop.backward(loss)
+
+
+class FabricTrainer:
+    """The ``trainer`` of a LightningModule that Fabric has set up: what of it a loop of one's own has.
+
+    Args:
+        fabric: that set the module up.
+        optimizers: set up together with it.
+    """
+
+    barebones = False
+
+    def __init__(self, fabric: Fabric, optimizers: list[Any]) -> None:
+        hooks = SimpleNamespace(on_before_backward=(), on_after_backward=())
+        self._fabric = fabric
+        self.strategy = _FabricStrategy(fabric)
+        self.current_run = SimpleNamespace(managed=optimizers, hooks=hooks)
+        self.optimizers = [one.optimizer for one in optimizers]
+        self.lr_scheduler_configs: list[Any] = []
+        self.current_epoch = self.global_step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_fabric" not in vars(self):
+            raise AttributeError(name)
+        if not hasattr(self._fabric, name):
+            raise AttributeError(
+                f"self.trainer.{name}: a Trainer has it, but Fabric runs this module. Use what Fabric has, or pass "
+                "the value to the module."
+            )
+        return getattr(self._fabric, name)
+
+
+def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
+    """Let a LightningModule, and those in it, log and optimize through Fabric."""
+    trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
+    for one in module.modules():
+        if isinstance(one, TrainingModule):
+            vars(one).update(_trainer=trainer, _metric_store=store, _fabric=fabric)
+
+
+def takes_fabric(function: Callable[..., Any]) -> bool:
+    """Whether a function has an argument for Fabric."""
+    return bool(inspect.signature(function).parameters)

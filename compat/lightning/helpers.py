@@ -1,0 +1,217 @@
+"""Helper functions that libraries import from Lightning's ``utilities``, on what Paceline has for the same purpose."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.atomic_write import written_aside
+from ...checkpoint.storage import is_remote, location
+from ...memory.out_of_memory_retry import clear_device_cache
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# lightning.pytorch.utilities.parsing
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """The arguments of the running ``__init__`` that ``frame`` is of, without the object; those of ``**kwargs`` too."""
+    names, _, rest, values = inspect.getargvalues(frame)
+    found = {name: values[name] for name in names[1:] if name in values}
+    return found | (values.get(rest, {}) if rest else {})
+
+
+def save_hyperparameters(
+    obj: Any, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None
+) -> None:
+    """Call ``obj.save_hyperparameters``; ``frame`` is the caller's by default."""
+    if frame is None and (current := inspect.currentframe()) is not None:
+        frame = current.f_back
+    obj.save_hyperparameters(*args, ignore=ignore, frame=frame)
+
+
+def is_picklable(obj: object) -> bool:
+    """Whether an object can be pickled."""
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Whether the module, its hyperparameters or its data module have an attribute."""
+    return bool(_owners(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """The attribute of the module, its hyperparameters or its data module; the last one that has it counts."""
+    owner = _owner(model, attribute)
+    return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute wherever the module, its hyperparameters and its data module have it."""
+    _owner(model, attribute)
+    for owner in _owners(model, attribute):
+        if isinstance(owner, dict):
+            owner[attribute] = value
+        else:
+            setattr(owner, attribute, value)
+
+
+def _owner(model: Any, attribute: str) -> Any:
+    owners = _owners(model, attribute)
+    if not owners:
+        raise AttributeError(
+            f"{attribute!r} is neither an attribute of {type(model).__name__} or of its data module, nor one of its "
+            "hyperparameters."
+        )
+    return owners[-1]
+
+
+def _owners(model: Any, attribute: str) -> list[Any]:
+    trainer = getattr(model, "_trainer", None)
+    hparams = getattr(model, "hparams", {})
+    owners = [model] if hasattr(model, attribute) else []
+    owners += [hparams] if attribute in hparams else []
+    datamodule = getattr(trainer, "datamodule", None)
+    return owners + ([datamodule] if datamodule is not None and hasattr(datamodule, attribute) else [])
+
+
+# lightning.pytorch.utilities.argparse
+
+
+def defaults_from_env_vars(function: F) -> F:
+    """Return the constructor unchanged: ``Trainer`` reads the variables ``PL_TRAINER_<ARGUMENT>`` itself."""
+    return function
+
+
+# lightning.pytorch.utilities.memory
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """A copy of nested dicts, lists and tuples with all tensors detached, and on the CPU if asked for."""
+    if isinstance(in_dict, Tensor):
+        detached = in_dict.detach()
+        return detached.cpu() if to_cpu else detached
+    if isinstance(in_dict, Mapping):
+        return type(in_dict)({name: recursive_detach(value, to_cpu) for name, value in in_dict.items()})  # type: ignore[call-arg]
+    if isinstance(in_dict, tuple) and hasattr(in_dict, "_fields"):
+        return type(in_dict)(*(recursive_detach(value, to_cpu) for value in in_dict))
+    if isinstance(in_dict, (list, tuple)):
+        return type(in_dict)(recursive_detach(value, to_cpu) for value in in_dict)
+    return in_dict
+
+
+def garbage_collection_cuda() -> None:
+    """Collect garbage, and give the device's cached memory back."""
+    clear_device_cache(garbage_collection=True)
+
+
+# lightning.fabric.utilities.cloud_io and .load
+
+
+def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """The file system of a path or an address, by ``fsspec``."""
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(os.fspath(path), **kwargs)[0]
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a local one, not an address."""
+    return not is_remote(path)
+
+
+def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """What ``torch.load`` reads from a path, an address or an open file; only data unless ``weights_only=False``."""
+    only_data = weights_only is not False
+    if hasattr(path_or_url, "read"):
+        return _read(path_or_url, map_location, only_data)
+    with get_filesystem(path_or_url).open(os.fspath(path_or_url), "rb") as file:
+        return _read(file, map_location, only_data)
+
+
+def _read(file: IO[bytes], map_location: Any, only_data: bool) -> Any:
+    return torch.load(file, map_location=map_location, weights_only=only_data)
+
+
+def atomic_save(checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) -> None:
+    """``torch.save`` to a file that appears whole or not at all."""
+    with written_aside(location(os.fspath(filepath))) as file:
+        torch.save(checkpoint, file)
+
+
+def lazy_load(filename: str | os.PathLike[str]) -> Any:
+    """Read a file of tensors whose values stay on the disk until they are used."""
+    path = os.fspath(filename)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"There is no file {path!r} to load.")
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+# lightning.fabric.utilities.init
+
+
+def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> None:
+    """Give each submodule with tensors on the meta device real ones on ``device``, and initialize them.
+
+    Raises:
+        TypeError: such a submodule has no ``reset_parameters``.
+    """
+    for name, inner in module.named_modules():
+        own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        inner.to_empty(device=device, recurse=False)
+        reset = getattr(inner, "reset_parameters", None)
+        if not callable(reset):
+            raise TypeError(
+                f"{name or 'The module'} ({type(inner).__name__}) has tensors on the meta device and no "
+                "reset_parameters() to initialize them with. Define it, or build the module on a real device."
+            )
+        reset()
+
+
+# lightning.fabric.accelerators.cuda
+
+
+def is_cuda_available() -> bool:
+    """Whether torch can use an NVIDIA or AMD GPU."""
+    return torch.cuda.is_available()
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Indices of GPUs on which a tensor can be made; -1 for all of them.
+
+    Raises:
+        ValueError: more are asked for than there are.
+        RuntimeError: too few are free.
+    """
+    seen = torch.cuda.device_count()
+    if num_devices > seen:
+        raise ValueError(f"find_usable_cuda_devices({num_devices}) asks for more GPUs than this process sees: {seen}.")
+    usable = []
+    for index in range(seen):
+        if len(usable) == num_devices:
+            break
+        try:
+            torch.tensor(0.0, device=f"cuda:{index}")
+        except RuntimeError:
+            continue
+        usable.append(index)
+    if num_devices > len(usable):
+        raise RuntimeError(
+            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used; others may be "
+            "in exclusive use by other processes. Ask for fewer, or wait."
+        )
+    return usable

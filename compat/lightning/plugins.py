@@ -1,0 +1,301 @@
+"""Methods and attributes that Lightning's strategies, precisions and accelerators have, for Paceline's own.
+
+They are names: each does what a method of Paceline does, or says what is the case.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload
+
+from ...callbacks.device_stats_monitor import cpu_stats, device_stats
+from ...checkpoint.checkpoint_io import TorchCheckpointIO
+from ...processes.accelerators import Accelerator, AcceleratorRegistry
+from ...processes.device_transfer import move
+from ...strategies.base import Strategy
+from ...strategies.distributed import DistributedStrategy
+from ...strategies.fsdp.settings import FSDPSettings
+from ...strategies.precision.base import Precision, parameters
+from ...trainer.trainer import Trainer
+
+#: The Trainer that made or got a strategy last.
+_trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
+
+
+def remember(trainer: Trainer) -> None:
+    """Let ``trainer.strategy.lightning_module`` and the like find what the Trainer has."""
+    _trainers[trainer.strategy] = weakref.ref(trainer)
+
+
+def _trainer(strategy: Strategy) -> Any:
+    found = _trainers.get(strategy)
+    return None if found is None else found()
+
+
+def _of_trainer(name: str, otherwise: Any = None) -> property:
+    """A property of a strategy that is its Trainer's."""
+
+    def get(strategy: Strategy) -> Any:
+        trainer = _trainer(strategy)
+        return otherwise if trainer is None else getattr(trainer, name)
+
+    return property(get, doc=f"The Trainer's ``{name}``.")
+
+
+class StrategyNames(Strategy):
+    """What every strategy has; see :func:`install`."""
+
+    #: Whether a checkpoint is loaded only when the module is on its device: never.
+    restore_checkpoint_after_setup = False
+    #: Whether a resume restores the optimizers: always.
+    lightning_restore_optimizer = True
+    handles_gradient_accumulation = False
+    lightning_module = _of_trainer("lightning_module")
+    model = _of_trainer("model")
+    optimizers = _of_trainer("optimizers", [])
+    lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [])
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return AcceleratorRegistry[self.device.type]()
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of this machine's processes."""
+        return list(getattr(self, "devices", [])) or [self.device]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices)
+
+    def setup_distributed(self) -> None:
+        """:meth:`setup_environment`."""
+        self.setup_environment()
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes, or any, say yes."""
+        return self.agree(decision, all)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called after an error: nothing to do."""
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """A batch on the device."""
+        return move(batch, self.device if device is None else device)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader as it is."""
+        return dataloader
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """:meth:`init_context`."""
+        return self.init_context()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, on rank 0."""
+        if storage_options is not None and self.communicates_forward:
+            raise TypeError(
+                f"{type(self).__name__}.save_checkpoint(storage_options=...): a strategy that holds models in parts "
+                "writes its checkpoints itself. Leave storage_options out."
+            )
+        if self.is_global_zero:
+            self._io.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint."""
+        return self._io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, on rank 0."""
+        if self.is_global_zero:
+            self._io.remove_checkpoint(filepath)
+
+    @property
+    def _io(self) -> Any:
+        return self.checkpoint_io or TorchCheckpointIO()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of the module, whole."""
+        return self.model_state(_trainer(self).lightning_module)
+
+
+class PrecisionNames(Precision):
+    """What every precision has; see :func:`install`."""
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+        """What it got: a strategy converts the model when it sets it up."""
+        return model, optimizers, lr_schedulers
+
+    def main_params(self, optimizer: Any) -> Iterator[Tensor]:
+        """The parameters of an optimizer."""
+        yield from parameters(optimizer)
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip the gradients of an optimizer; 0 does nothing."""
+        if clip_val <= 0:
+            return
+        if self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise RuntimeError(
+                f"precision={self.name!r} with {type(optimizer).__name__}(fused=True), which takes the loss scale out "
+                "inside of its step, where nothing can be clipped. Leave fused out, or use 'bf16-mixed'."
+            )
+        by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
+        (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element."""
+        torch.nn.utils.clip_grad_value_(parameters(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the norm of all gradients together."""
+        torch.nn.utils.clip_grad_norm_(parameters(optimizer), clip_val)
+
+    def train_step_context(self) -> AbstractContextManager[Any]:
+        """The context of the forward."""
+        return self.forward_context()
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
+
+    def teardown(self) -> None:
+        """Nothing to do."""
+
+
+class AcceleratorNames(Accelerator):
+    """What every accelerator has; see :func:`install`."""
+
+    def get_device_stats(self, device: Any) -> dict[str, float]:
+        """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
+        return cpu_stats() if self.name == "cpu" else device_stats(torch.device(device))
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing to do: a Strategy sets up its device."""
+
+
+class XLAAccelerator(Accelerator):
+    """Lightning's accelerator for TPUs, none of which Paceline drives."""
+
+    name = "tpu"
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """There are none."""
+        return 0
+
+
+def install() -> None:
+    """Give Paceline's classes the names that they lack."""
+    for names in (StrategyNames, PrecisionNames, AcceleratorNames):
+        owner = names.__base__
+        for name, value in vars(names).items():
+            if not hasattr(owner, name):
+                setattr(owner, name, value)
+    AcceleratorRegistry["tpu"] = XLAAccelerator
+
+
+# ---- arguments of strategies -----------------------------------------------------------------------------------------
+
+#: Lightning's names of FSDP's arguments, and those of FSDPSettings.
+_FSDP = {
+    "mixed_precision": "mixed_precision_policy",
+    "auto_wrap_policy": "auto_wrap_policy",
+    "cpu_offload": "cpu_offload",
+    "sharding_strategy": "sharding_strategy",
+    "backward_prefetch": "backward_prefetch",
+    "forward_prefetch": "forward_prefetch",
+    "limit_all_gathers": "limit_all_gathers",
+    "use_orig_params": "use_orig_params",
+    "sync_module_states": "sync_module_states",
+    "param_init_fn": "param_init_fn",
+    "ignored_modules": "ignored_modules",
+}
+
+
+def take_arguments(strategy: Any) -> None:
+    """Let a strategy's constructor take Lightning's arguments that it does not have.
+
+    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` are parts of it; ``accelerator`` and
+    ``parallel_devices`` say what the Trainer's arguments say.
+    """
+    init = strategy.__init__
+    shards = "fsdp" in strategy.names
+
+    @functools.wraps(init)
+    def take(self: Any, *args: Any, **kwargs: Any) -> None:
+        devices = kwargs.pop("parallel_devices", None)
+        kwargs.pop("accelerator", None)
+        parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}
+        precision = kwargs.pop("precision_plugin", None)
+        if precision is not None:
+            kwargs["precision"] = precision
+        given = dict(kwargs)
+        if shards:
+            _translate_fsdp(kwargs)
+        init(self, *args, **kwargs)
+        if shards:
+            _show_fsdp(self, given)
+        for name, part in parts.items():
+            if part is not None:
+                setattr(self, name, part)
+        if devices and isinstance(self, DistributedStrategy):
+            self.devices = list(devices)
+
+    vars(take)["__signature__"] = _typed(init)
+    strategy.__init__ = take
+
+
+def _translate_fsdp(arguments: dict[str, Any]) -> None:
+    """Replace arguments of FSDP 1 by those of FSDP2."""
+    asked = {own: arguments.pop(name) for name, own in _FSDP.items() if name in arguments}
+    recomputed = arguments.pop("activation_checkpointing_policy", arguments.get("activation_checkpointing"))
+    if recomputed is not None:
+        arguments["activation_checkpointing"] = recomputed if isinstance(recomputed, bool) else _classes(recomputed)
+    if isinstance(asked.get("auto_wrap_policy"), (set, frozenset)):
+        arguments["wrap"] = tuple(asked.pop("auto_wrap_policy"))
+    for unused in ("process_group", "activation_checkpointing_kwargs"):
+        arguments.pop(unused, None)
+    mesh = arguments.get("device_mesh")
+    if isinstance(mesh, (tuple, list)):
+        del arguments["device_mesh"]
+        arguments["data_parallel_replicate"], arguments["data_parallel_shard"] = mesh
+    if asked:
+        arguments.update(
+            {name: value for name, value in FSDPSettings(**asked).options().items() if name not in arguments}
+        )
+
+
+def _show_fsdp(strategy: Any, given: dict[str, Any]) -> None:
+    """Let programs read what they gave."""
+    offload = given.get("cpu_offload") or False
+    strategy.cpu_offload = CPUOffload(offload_params=offload) if isinstance(offload, bool) else offload
+    strategy.mixed_precision_config = given.get("mixed_precision")
+    strategy.kwargs = {"use_orig_params": given.get("use_orig_params", True)}
+
+
+def _classes(policy: Any) -> Any:
+    found = FSDPSettings(auto_wrap_policy=policy).options() if not isinstance(policy, (set, list, tuple, type)) else {}
+    return found.get("wrap") or (tuple(policy) if isinstance(policy, (set, list, tuple)) else policy)
+
+
+def _typed(init: Callable[..., Any]) -> inspect.Signature:
+    """The signature with types instead of their names, for command lines; a mesh may be given as its sizes."""
+    signature = inspect.signature(init)
+    try:
+        types = typing.get_type_hints(init)
+    except NameError:
+        return signature
+    if "device_mesh" in types:
+        types["device_mesh"] = tuple[int, int] | DeviceMesh | None
+    shown = [one.replace(annotation=types.get(one.name, one.annotation)) for one in signature.parameters.values()]
+    return signature.replace(parameters=shown)

@@ -1,0 +1,377 @@
+"""Views of a run under the names of Lightning's private parts, as far as libraries read them.
+
+The first read of each name is logged at debug level, with what to read instead. What has no meaning in Paceline is an
+AttributeError that names what has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ... import messages
+from ...processes.accelerators import Accelerator, AcceleratorRegistry
+from ...processes.environments import ClusterEnvironment, LocalEnvironment
+from ...strategies.base import Strategy
+from ...strategies.choose import choose_strategy
+from ...strategies.precision.base import Precision
+from ...strategies.sync_batch_norm import TorchSyncBatchNorm
+from ...trainer.plugins import sort_plugins
+from ...trainer.trainer import Trainer
+
+#: How a name is read, and what Paceline calls it.
+Read = tuple[Callable[[Any], Any], str]
+
+
+class View:
+    """What a part of Lightning's Trainer shows, read from Paceline's.
+
+    Attributes:
+        place: the part, as programs write it.
+        instead: where to find what has no name here.
+        reads: the names.
+        writes: those that may be set, and the Trainer's attribute that is set.
+    """
+
+    place: ClassVar[str]
+    instead: ClassVar[str]
+    reads: ClassVar[Mapping[str, Read]]
+    writes: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, trainer: Trainer) -> None:
+        vars(self)["trainer"] = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.reads:
+            raise AttributeError(f"{self.place}.{name} is private in Lightning, and Paceline has none. {self.instead}")
+        read, public = self.reads[name]
+        messages.debug_once(f"{self.place}.{name} is private in Lightning. Read {public} instead.")
+        return read(vars(self)["trainer"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.writes:
+            raise AttributeError(f"{self.place}.{name} cannot be set: it only shows what a run does. {self.instead}")
+        setattr(vars(self)["trainer"], self.writes[name], value)
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.reads)
+
+    def __repr__(self) -> str:
+        return f"<{self.place}, by Paceline>"
+
+
+class Progress:
+    """How often something was begun and finished, now and over all."""
+
+    def __init__(self, begun: int, finished: int, processed: int | None = None) -> None:
+        self.ready = self.started = begun
+        self.completed = finished
+        self.processed = finished if processed is None else processed
+
+    @property
+    def current(self) -> Progress:
+        """In this run."""
+        return self
+
+    @property
+    def total(self) -> Progress:
+        """In all runs: the same, because a resumed run continues its counters."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Progress(ready={self.ready}, completed={self.completed})"
+
+
+def _is_training(trainer: Trainer) -> bool:
+    return trainer.state.fn == "fit"
+
+
+def _epochs(trainer: Trainer) -> Progress:
+    state = trainer.state
+    return Progress(state.epoch + _is_training(trainer), state.epoch, state.epoch + state.epoch_done)
+
+
+def _batches(trainer: Trainer) -> Progress:
+    state = trainer.state
+    return Progress(state.batch_idx + 1, state.next_batch)
+
+
+def _steps(trainer: Trainer) -> Progress:
+    return Progress(trainer.state.global_step, trainer.state.global_step)
+
+
+def _validates_now(trainer: Trainer) -> Callable[..., bool]:
+    """Whether a validation follows the current batch."""
+
+    def due(*_: Any) -> bool:
+        fit = trainer.current_run.fit
+        if fit is None or fit.validation.every is None or trainer.val_check_seconds is not None:
+            return False
+        return fit.validation.due(trainer.state.batch_idx, "")
+
+    return due
+
+
+_LIMITS: dict[str, Read] = {
+    name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
+    for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")
+}
+
+
+class Optimization(View):
+    """``epoch_loop.automatic_optimization`` and ``.manual_optimization``."""
+
+    place = "trainer.fit_loop.epoch_loop.manual_optimization"
+    instead = "Steps are counted in trainer.global_step; optimizer_step and the hooks around it see each of them."
+    reads: ClassVar[Mapping[str, Read]] = {
+        "optim_step_progress": (_steps, "trainer.global_step"),
+        "optim_progress": (_steps, "trainer.global_step"),
+    }
+
+
+class EpochLoop(View):
+    """``fit_loop.epoch_loop``."""
+
+    place = "trainer.fit_loop.epoch_loop"
+    instead = "What an epoch does: the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state."
+    writes: ClassVar[Mapping[str, str]] = {"max_steps": "max_steps", "min_steps": "min_steps"}
+    reads: ClassVar[Mapping[str, Read]] = {
+        "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
+        "total_batch_idx": (lambda trainer: trainer.state.batches - 1, "trainer.state.batches - 1"),
+        "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
+        "batch_progress": (_batches, "trainer.state.batch_idx"),
+        "val_loop": (lambda trainer: ValidationLoop(trainer), "trainer.num_val_batches"),
+        "_batches_that_stepped": (lambda trainer: trainer.state.updates, "trainer.state.updates"),
+        "_should_check_val_fx": (_validates_now, "on_validation_start"),
+        "_should_check_val_epoch": (
+            lambda trainer: lambda: trainer.enable_validation,
+            "trainer.enable_validation",
+        ),
+        "automatic_optimization": (Optimization, "trainer.global_step"),
+        "manual_optimization": (Optimization, "trainer.global_step"),
+        "max_steps": _LIMITS["max_steps"],
+        "min_steps": _LIMITS["min_steps"],
+        "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
+    }
+
+
+class FitLoop(View):
+    """``trainer.fit_loop``."""
+
+    place = "trainer.fit_loop"
+    instead = "What a fit does: trainer.state, trainer.current_run, and the hooks of a Callback."
+    writes: ClassVar[Mapping[str, str]] = {name: name for name in _LIMITS}
+    reads: ClassVar[Mapping[str, Read]] = {
+        **_LIMITS,
+        "epoch_loop": (EpochLoop, "trainer.state"),
+        "epoch_progress": (_epochs, "trainer.current_epoch"),
+        "max_batches": (lambda trainer: trainer.num_training_batches, "trainer.num_training_batches"),
+        "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
+        "total_batch_idx": (lambda trainer: trainer.state.batches - 1, "trainer.state.batches - 1"),
+        "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
+        "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
+        "_combined_loader": (lambda trainer: trainer.train_dataloader, "trainer.train_dataloader"),
+        "setup_data": (lambda trainer: trainer.current_run.source.train, "trainer.train_dataloader"),
+    }
+
+
+class ValidationLoop(View):
+    """``trainer.validate_loop``, and that of a fit."""
+
+    place = "trainer.validate_loop"
+    instead = "What a validation does: trainer.num_val_batches, trainer.callback_metrics, on_validation_batch_end."
+    reads: ClassVar[Mapping[str, Read]] = {
+        "max_batches": (lambda trainer: trainer.num_val_batches, "trainer.num_val_batches"),
+        "_max_batches": (lambda trainer: trainer.num_val_batches, "trainer.num_val_batches"),
+        "epoch_loop": (lambda trainer: ValidationLoop(trainer), "trainer.num_val_batches"),
+        "batch_progress": (lambda trainer: Progress(trainer.state.evaluated, trainer.state.evaluated), "batch_idx"),
+        "_combined_loader": (lambda trainer: trainer.val_dataloaders, "trainer.val_dataloaders"),
+    }
+
+
+class TestLoop(View):
+    """``trainer.test_loop``."""
+
+    place = "trainer.test_loop"
+    instead = "What a test does: trainer.num_test_batches, trainer.callback_metrics, on_test_batch_end."
+    reads: ClassVar[Mapping[str, Read]] = {
+        "max_batches": (lambda trainer: trainer.num_test_batches, "trainer.num_test_batches"),
+        "_combined_loader": (lambda trainer: trainer.test_dataloaders, "trainer.test_dataloaders"),
+    }
+
+
+class PredictLoop(View):
+    """``trainer.predict_loop``."""
+
+    place = "trainer.predict_loop"
+    instead = "What a prediction does: trainer.predictions, trainer.predict_batch_indices, on_predict_batch_end."
+    reads: ClassVar[Mapping[str, Read]] = {
+        "predictions": (lambda trainer: trainer.predictions, "trainer.predictions"),
+        "epoch_batch_indices": (lambda trainer: trainer.predict_batch_indices, "trainer.predict_batch_indices"),
+        "current_batch_indices": (lambda trainer: trainer.current_batch_indices, "trainer.current_batch_indices"),
+        "max_batches": (lambda trainer: trainer.num_predict_batches, "trainer.num_predict_batches"),
+        "_combined_loader": (lambda trainer: trainer.predict_dataloaders, "trainer.predict_dataloaders"),
+    }
+
+
+class DataConnector(View):
+    """``trainer._data_connector``."""
+
+    place = "trainer._data_connector"
+    instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; trainer.datamodule is the last."
+    reads: ClassVar[Mapping[str, Read]] = {}
+
+
+class CheckpointConnector(View):
+    """``trainer._checkpoint_connector``."""
+
+    place = "trainer._checkpoint_connector"
+    instead = "Use trainer.save_checkpoint(path), and ckpt_path= of fit, validate, test or predict."
+    reads: ClassVar[Mapping[str, Read]] = {
+        "dump_checkpoint": (
+            lambda trainer: lambda weights_only=False: trainer.saver.gathered(bool(weights_only))[0],
+            "trainer.save_checkpoint(path)",
+        ),
+        "save_checkpoint": (lambda trainer: trainer.save_checkpoint, "trainer.save_checkpoint"),
+    }
+
+
+class LoggerConnector(View):
+    """``trainer._logger_connector``."""
+
+    place = "trainer._logger_connector"
+    instead = "Values are in trainer.callback_metrics, logged_metrics and progress_bar_metrics."
+    reads: ClassVar[Mapping[str, Read]] = {
+        name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
+        for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_metrics")
+    }
+
+
+class CallbackConnector(View):
+    """``trainer._callback_connector``."""
+
+    place = "trainer._callback_connector"
+    instead = "Callbacks are in trainer.callbacks, in the order in which they are called."
+    reads: ClassVar[Mapping[str, Read]] = {}
+
+
+class AcceleratorConnector:
+    """What would be chosen for some arguments of a Trainer, or was chosen for one: ``trainer._accelerator_connector``.
+
+    Arguments are the Trainer's.
+
+    Attributes:
+        strategy: the Strategy.
+    """
+
+    def __init__(
+        self,
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        plugins: Any = None,
+        precision: Any = None,
+        sync_batchnorm: bool = False,
+        benchmark: bool | None = None,
+        use_distributed_sampler: bool = True,
+        deterministic: Any = None,
+    ) -> None:
+        given = sort_plugins(plugins)
+        self.strategy: Strategy = choose_strategy(
+            strategy, accelerator, devices, num_nodes, precision, given.precision, environment=given.environment
+        )
+        self.use_distributed_sampler = use_distributed_sampler
+        self.checkpoint_io: Any = given.checkpoint_io
+        self._layer_sync = TorchSyncBatchNorm() if sync_batchnorm or given.sync_batchnorm else None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> AcceleratorConnector:
+        """What was chosen for a Trainer."""
+        messages.debug_once(
+            "trainer._accelerator_connector is private in Lightning. Read trainer.strategy, trainer.accelerator, "
+            "trainer.device_ids and trainer.precision_plugin instead."
+        )
+        one = object.__new__(cls)
+        one.strategy, one.use_distributed_sampler = trainer.strategy, trainer.use_distributed_sampler
+        one.checkpoint_io = trainer.checkpoint_io
+        one._layer_sync = TorchSyncBatchNorm() if trainer.sync_batchnorm else None
+        return one
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer._accelerator_connector.{name} is private in Lightning, and Paceline has none. What was chosen is "
+            "in trainer.strategy, trainer.accelerator, trainer.device_ids, trainer.num_nodes and trainer.precision."
+        )
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return AcceleratorRegistry[self._accelerator_flag]()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Precision."""
+        return self.strategy.precision
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        """How a process knows its rank."""
+        return getattr(self.strategy, "cluster_environment", None) or LocalEnvironment()
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of this machine's processes."""
+        return list(getattr(self.strategy, "devices", [])) or [self.strategy.device]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether processes are joined in a group, even if it is one."""
+        return hasattr(self.strategy, "process_group_backend")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self.strategy.num_nodes
+
+    @property
+    def _accelerator_flag(self) -> str:
+        return self.strategy.device.type
+
+    @property
+    def _devices_flag(self) -> int | list[int]:
+        return len(self.parallel_devices) if self._accelerator_flag == "cpu" else self.strategy.device_ids
+
+    @property
+    def _num_nodes_flag(self) -> int:
+        return self.strategy.num_nodes
+
+    @property
+    def _precision_flag(self) -> str:
+        return self.strategy.precision.name
+
+    @property
+    def _strategy_flag(self) -> Any:
+        return self.strategy
+
+
+#: Attributes of a Trainer, and what they show.
+VIEWS: dict[str, Callable[[Trainer], Any]] = {
+    "fit_loop": FitLoop,
+    "validate_loop": ValidationLoop,
+    "test_loop": TestLoop,
+    "predict_loop": PredictLoop,
+    "_accelerator_connector": AcceleratorConnector.of,
+    "_callback_connector": CallbackConnector,
+    "_checkpoint_connector": CheckpointConnector,
+    "_data_connector": DataConnector,
+    "_logger_connector": LoggerConnector,
+}
+
+
+def install() -> None:
+    """Give Trainers these attributes."""
+    for name, view in VIEWS.items():
+        setattr(Trainer, name, property(view))

@@ -1,0 +1,60 @@
+"""Names of the hooks and methods that a run calls, and which of them is running."""
+
+from __future__ import annotations
+
+import sys
+
+from ..callbacks.base import HOOKS, OTHER_METHODS
+from ..messages import owner_of
+
+_LOADERS_AND_TRANSFERS = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+#: Methods that a module can define and a callback cannot.
+MODULE_METHODS = (
+    *("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers", "configure_gradient_clipping"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_zero_grad"),
+    *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *_LOADERS_AND_TRANSFERS,
+)
+DATA_METHODS = (
+    *("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict"),
+    *_LOADERS_AND_TRANSFERS,
+)
+#: Steps, whose arguments ``bind_steps.py`` checks.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: Hooks of other versions of Lightning, which are never called here, and their replacements.
+MOVED = {
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_keyboard_interrupt": "on_exception",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "training_step_end": "on_train_batch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_step_end": "on_test_batch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "configure_sharded_model": "configure_model",
+}
+
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
+
+
+def calling_hook() -> str:
+    """The user's hook or step that is running, read from the call stack; empty if it shows none."""
+    frame = sys._getframe(1)
+    while frame is not None and owner_of(frame) == "package":  # self.log and what it calls
+        frame = frame.f_back
+    while frame is not None and owner_of(frame) != "package":
+        if frame.f_code.co_name in _CALLED:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
