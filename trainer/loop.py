@@ -144,7 +144,7 @@ class FitLoop:
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch
-                if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
+                if starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in starts]:
                     self.skip_rest(step, schedules)
                     complete = True
                     break

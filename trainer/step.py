@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .. import messages
 from .hooks import method_of, overridden, takes
 from .loss import LossReader
 from .manual_step_check import second_backward
@@ -38,7 +39,7 @@ class ManualStep:
         self.forward = forward
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
-        return self.forward(batch, batch_idx)
+        return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
         """Step with the micro-batches so far, when no more will come; here there is nothing to do."""
@@ -48,6 +49,8 @@ class FreeStep(ManualStep):
     """For a module without optimizers: each batch counts as a step."""
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        if batch is None:
+            return no_batch(self.run)
         output = self.forward(batch, batch_idx)
         state = self.state
         state.stepped = True
@@ -108,6 +111,9 @@ class TrainStep(ManualStep):
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
         complete = state.window + 1 >= self.accumulate or state.is_last_batch
+        if batch is None:
+            no_batch(self.run)
+            return self.skip()
         if self.sync is not None:
             self.sync(complete)
         output = self.forward(batch, batch_idx)
@@ -202,7 +208,7 @@ class ClosureStep(TrainStep):
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
-        if not (state.window + 1 >= self.accumulate or state.is_last_batch):
+        if batch is None or not (state.window + 1 >= self.accumulate or state.is_last_batch):
             return super().__call__(batch, batch_idx)
         if self.sync is not None:
             self.sync(True)
@@ -299,6 +305,19 @@ class IteratorStep(ManualStep):
             )
         self.step.state.is_last_batch |= batch.exhausted
         return outputs
+
+
+def no_batch(run: Run) -> None:
+    """Report that the loader yielded None instead of a batch, which is skipped."""
+    if run.strategy.world_size > 1:
+        raise RuntimeError(
+            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}; the other ranks "
+            "would wait for its gradients. Leave out what cannot be loaded in the data set, not in collate_fn."
+        )
+    messages.warn_once(
+        "The train_dataloader yielded None instead of a batch: it is skipped, and nothing is learned from it. If you "
+        "did not mean that, look at its collate_fn."
+    )
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
