@@ -56,7 +56,10 @@ class HookTable:
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
         self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
-        self.prepare_data = tuple(bind([*data, *own], "prepare_data"))
+        #: With each hook, whether every node calls it, or only the first.
+        self.prepare_data = tuple(
+            (owner[0].prepare_data_per_node, hook) for owner in [*data, *own] for hook in bind([owner], "prepare_data")
+        )
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")

@@ -65,7 +65,7 @@ class ManagedOptimizer:
         self.stepped_at = -1
         self.expected = False
 
-    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
 
         Args:
@@ -134,7 +134,7 @@ class ManagedOptimizer:
                     strategy.sync_gradients(True)
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[override] - it cannot be set
         """The class of the optimizer inside, so that ``isinstance`` and schedulers take this for one."""
         return type(self.optimizer) if "optimizer" in self.__dict__ else type(self)
 
@@ -181,7 +181,7 @@ class ManagedOptimizer:
 def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Pass further arguments to ``optimizer.step``, which strategy and precision call."""
     step = vars(optimizer).get("step")
-    optimizer.step = partial(optimizer.step, **arguments)
+    optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -310,10 +310,9 @@ def misspelled(module: TrainingModule, name: str) -> str:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on one process a node."""
-    per_node = run.datamodule is None or run.datamodule.prepare_data_per_node
-    if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
-        for hook in run.hooks.prepare_data:
+    """Call ``prepare_data`` on one process a node, or on one of all."""
+    for per_node, hook in run.hooks.prepare_data:
+        if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
             hook()
     run.strategy.barrier("prepare_data")
 

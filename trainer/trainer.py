@@ -743,7 +743,10 @@ class Trainer:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check."""
+        """Batches of each validation loader in the sanity check of a fit."""
+        request = self.current_run.request
+        if request is None or request.fn != "fit":
+            return []
         steps = self.num_sanity_val_steps
         return [n if steps == -1 else min(n, steps) for n in self.num_val_batches]
 

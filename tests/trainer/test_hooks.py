@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from functools import wraps
 from typing import Any
 
@@ -11,7 +12,9 @@ from tiny import TinyModule, tiny_loader
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import LambdaCallback
 from paceline.callbacks.base import HOOKS, replaced
+from paceline.strategies.base import SingleDevice
 from paceline.trainer.hooks import HookTable, check, overridden, wanted_arguments
+from paceline.trainer.start_run import prepare_data
 
 
 @pytest.fixture
@@ -215,3 +218,21 @@ def test_the_stage_is_passed_by_keyword_if_a_hook_has_the_name_and_a_wrapped_def
     assert got == ["fit", {"stage": "fit"}, "fit", "module"]
     assert replaced(data, "on_after_batch_transfer", DataModule) is None
     assert overridden(data, "on_after_batch_transfer", DataModule) is not None
+
+
+def test_module_and_data_each_say_whether_every_node_prepares(trainer: Trainer) -> None:
+    got: list[str] = []
+
+    class Second(SingleDevice):
+        """The only process of the second machine."""
+
+        global_rank = 1
+
+    module, data = noting(TinyModule, got, "M", "prepare_data"), noting(DataModule, got, "D", "prepare_data")
+    data.train_dataloader = tiny_loader
+    for module_per_node, data_per_node in ((True, True), (True, False), (False, True), (False, False)):
+        module.prepare_data_per_node, data.prepare_data_per_node = module_per_node, data_per_node
+        got.append("|")
+        run = Namespace(strategy=Second("cpu"), hooks=table(trainer, module=module, datamodule=data))
+        prepare_data(run)  # type: ignore[arg-type]
+    assert "".join(got) == "|DM|M|D|"
