@@ -12,6 +12,7 @@ When batches are prefetched (on a GPU, or when a loader has no length), the thre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def fit():
         load_state_dict()              # weights, then callbacks (on_load_checkpoint, load_state_dict)
     configure_optimizers()
     on_fit_start()                     # then optimizers, schedulers, counters and random states are restored
+    zero_grad()
     if sanity_checking:
         on_sanity_check_start()
         validate()
@@ -413,6 +415,13 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
         if any(function is getattr(kind, name, None) for kind in marked):
             return None
     return method
+
+
+def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
+    """Like :func:`overridden`, but a wrapper (``functools.wraps``) around the default method does not count."""
+    method = overridden(owner, name, base)
+    inner = method and unwrap(method)
+    return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method
 
 
 #: Methods of a callback that belong to no moment of the pseudo-code.

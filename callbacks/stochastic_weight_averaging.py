@@ -334,7 +334,7 @@ def _takes_index(step: Callable[..., Any]) -> bool:
 
 def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]:
     """Yield the training batches of one pass, moved to the device as in the run."""
-    loader, limit = trainer.train_dataloader, trainer.num_training_batches
+    loader, limit = trainer.current_run.source.train_loader, trainer.num_training_batches
     batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader yields triples
     before, transfer, after = (
         overridden(trainer.datamodule, name) or overridden(module, name)

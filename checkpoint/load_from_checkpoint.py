@@ -13,7 +13,7 @@ from .. import messages
 from ..processes import seed
 from . import restore
 from .hparams_files import read_hparams
-from .hyperparameters import COMMAND_LINE_KEYS, AttributeDict
+from .hyperparameters import COMMAND_LINE_KEYS, CONFIG, AttributeDict
 from .instantiate import are_of_command_line, instantiate_module
 from .objects import names
 from .read import read
@@ -60,6 +60,13 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
     restore.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
     wanted = restore.is_strict(module) if strict is None else strict
+    own = module._strict_loading
+    if own is not None and wanted is not own:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}.load_from_checkpoint(strict={strict}) contradicts strict_loading={own}, which {name} sets. Leave "
+            "strict out, or pass the same."
+        )
     restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
@@ -79,11 +86,14 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
     for key in COMMAND_LINE_KEYS:
         saved.pop(key, None)
     name = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    was_config = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_TYPE) == CONFIG
     if name in named:
-        arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
+        values = AttributeDict(saved | given)
+        arguments: dict[str, Any] = {name: _config(cls, values) if was_config else _attribute_dicts(values)}
         known = [*named, *saved]
     else:
-        arguments, known = saved, list(named)
+        arguments = dict(_config(cls, saved)) if was_config else saved
+        known = list(named)
     unknown = [key for key in given if key not in known]
     if unknown and not takes_any:
         raise TypeError(
@@ -93,6 +103,16 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
     apart = [] if trusted else names(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY)
     _must_be_complete(cls, named, arguments, list(saved), apart)
     return arguments
+
+
+def _config(cls: type, values: Mapping[str, Any]) -> Any:
+    """The OmegaConf config that the hyperparameters were."""
+    if not messages.is_installed("omegaconf"):
+        needs = messages.missing("Loading them", "omegaconf")
+        raise ModuleNotFoundError(f"The hyperparameters of this {cls.__name__} are an OmegaConf config. {needs}")
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(dict(values))
 
 
 def _attribute_dicts(value: Any) -> Any:

@@ -188,7 +188,7 @@ class Batches:
 
 
 class HandOver:
-    """The iterator that ``training_step(dataloader_iter)`` gets, which lets the step fetch batches itself.
+    """The iterator that ``training_step(dataloader_iter)`` gets, and other steps, to fetch their batches themselves.
 
     The loop iterates over this object and gets the object itself, once per step.
 
@@ -196,12 +196,19 @@ class HandOver:
         batches: made with ``lookahead``, so that the last batch is known to be the last.
         start: index of the first batch.
         metrics: receives each batch, whose size is the weight of logged values.
+        dataloader_idx: index of the loader among those of an evaluation.
+
+    Attributes:
+        taken: batches fetched so far.
+        last: what was fetched last: batch, ``batch_idx`` and ``dataloader_idx``; None and zeros before that.
     """
 
-    def __init__(self, batches: Batches, start: int, metrics: MetricStore) -> None:
+    def __init__(self, batches: Batches, start: int, metrics: MetricStore, dataloader_idx: int = 0) -> None:
         self._batches = batches
         self._start = start
         self._metrics = metrics
+        self._dataloader_idx = dataloader_idx
+        self.last: tuple[Any, int, int] = (None, 0, 0)
         self._iterator: Iterator[Any] = iter(())
         self.taken = 0
 
@@ -226,7 +233,8 @@ class HandOver:
     def __next__(self) -> tuple[Any, int, int]:
         batch = self._metrics.batch = next(self._iterator)
         self.taken += 1
-        return batch, self._start + self.taken - 1, 0
+        self.last = (batch, self._start + self.taken - 1, self._dataloader_idx)
+        return self.last
 
 
 def batch_size_of(batch: Any) -> int | None:

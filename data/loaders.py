@@ -64,6 +64,17 @@ def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
     return [_single(loaders)]
 
 
+def in_structure(given: Any, loaders: Sequence[Any]) -> Any:
+    """Loaders in the structure in which the user gave them: a list, dict or nested, or the only one."""
+    if not isinstance(given, CombinedLoader) and not is_loader_collection(given):
+        return loaders[0] if loaders else None
+    if isinstance(given, CombinedLoader) and given.mode != "sequential":
+        return loaders[0].iterables
+    combined = CombinedLoader(given.iterables if isinstance(given, CombinedLoader) else given)
+    combined.flattened = loaders
+    return combined.iterables
+
+
 def count_batches(loader: Any, limit: float | int | None, what: str) -> int | float:
     """Return the number of batches per epoch under ``limit_*_batches``; ``inf`` if the loader has no known length.
 
@@ -228,11 +239,16 @@ def advise(loader: Any, what: str) -> None:
     """Warn once about a loader for evaluation that shuffles, which works but is probably not intended."""
     if what.startswith("train"):
         return
-    if any(isinstance(sampler, RandomSampler) for leaf in leaves_of(loader) for sampler in samplers_of(leaf)):
+    if shuffles(loader):
         messages.warn_once(
             f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
             "come in a different order every time. Use shuffle=False."
         )
+
+
+def shuffles(loader: Any) -> bool:
+    """Whether torch's ``RandomSampler`` orders a loader's samples."""
+    return any(isinstance(sampler, RandomSampler) for leaf in leaves_of(loader) for sampler in samplers_of(leaf))
 
 
 def samplers_of(loader: Any) -> list[Any]:

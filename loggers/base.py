@@ -72,7 +72,7 @@ class Logger(ABC):
             raise TypeError(
                 f"{type(self).__name__} takes no options for a record, but got {', '.join(options)}. Remove them."
             )
-        self.log_metrics(values, step)
+        self.log_metrics(metrics=values, step=step)
 
     @abstractmethod
     def log_hyperparams(

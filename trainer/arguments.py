@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
         raise TypeError(f"Trainer(fast_dev_run={value!r}) is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
         raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
-    return value if isinstance(value, bool) else int(value)
+    return bool(value) if value in (0, 1) else int(value)
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import messages
 from ..checkpoint import lightning_format, logger_positions
+from ..checkpoint.hyperparameters import CONFIG, is_config, plain_config
 from ..checkpoint.manifest import FORMAT
 from ..checkpoint.objects import can_be_kept, set_apart
 from ..checkpoint.restore import PARTS, call, is_strict, load_weights, optimizer_problem, restore_precision, versions
 from ..data.loaders import samples_in_batch
+from .profiling import by_datamodule
 from .resume import Resumed, gather_ranks, progress
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
         checkpoint["paceline"]["ranks"] = ranks
     _add_hyperparameters(module, checkpoint)
     if run.datamodule is not None:
-        _add_datamodule(run.datamodule, checkpoint)
+        _add_datamodule(run, checkpoint)
     for hook in run.hooks.on_save_checkpoint:
         hook(checkpoint)
     return set_apart(checkpoint)
@@ -112,11 +114,11 @@ def _add_training(run: Run, checkpoint: dict[str, Any]) -> None:
     }
 
 
-def _add_datamodule(datamodule: Any, checkpoint: dict[str, Any]) -> None:
-    _add_hyperparameters(datamodule, checkpoint)
-    state = datamodule.state_dict()
+def _add_datamodule(run: Run, checkpoint: dict[str, Any]) -> None:
+    _add_hyperparameters(run.datamodule, checkpoint)
+    state = by_datamodule(run, "state_dict")()
     if state:
-        checkpoint[type(datamodule).__qualname__] = state
+        checkpoint[type(run.datamodule).__qualname__] = state
 
 
 def _add_hyperparameters(owner: Any, checkpoint: dict[str, Any]) -> None:
@@ -124,13 +126,15 @@ def _add_hyperparameters(owner: Any, checkpoint: dict[str, Any]) -> None:
     if not hparams:
         return
     kept, left_out = {}, {}
-    for name, value in dict(hparams).items():
+    for name, value in dict(plain_config(hparams, resolve=False)).items():
         if can_be_kept(value):
             kept[name] = value
         else:
             left_out[name] = type(value).__qualname__
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(owner, "_hparams_name", None) or "kwargs"
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
+    if is_config(hparams):
+        checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = CONFIG
     if left_out:
         _say_left_out(type(owner).__name__, left_out)
 
@@ -161,7 +165,7 @@ def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] =
         load_weights(module, checkpoint["state_dict"], is_strict(module), run.strategy.load_model_state)
         state = checkpoint.get(type(datamodule).__qualname__)
         if datamodule is not None and state is not None:
-            datamodule.load_state_dict(state)
+            by_datamodule(run, "load_state_dict")(state)
     if "callbacks" in parts:
         _restore_callbacks(run, checkpoint)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..callbacks.base import Callback
-from ..data.batches import Batches
+from ..data.batches import Batches, HandOver
 from ..data.sharding import surplus
 from ..torch_private import pytree
 from . import phases
-from .bind_steps import bind_mover, bind_step
+from .bind_steps import bind_mover, bind_step, takes_iterator
 from .hooks import check_signature, method_of, overridden
 from .module import TrainingModule
 from .shared_step_values import keep_step, stand_by
@@ -48,6 +48,7 @@ class EvalLoop:
         self.gather = gather
         self.metrics = run.metrics
         self.predictions: list[list[Any]] = []
+        self.fetched: tuple[Any, int, int] = (None, 0, 0)
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
         """The bound hooks ``on_<stage>_<moment>``."""
@@ -59,6 +60,9 @@ class EvalLoop:
         ``zero_grad``: tell the module that gradients may be freed (a validation between two windows of a fit).
         """
         run = self.run
+        if run.source.limit(self.kind) == 0:
+            run.predictions = [] if self.kind == "predict" else run.predictions
+            return []
         loaders, limits = run.source.evaluation(self.kind)
         self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
@@ -82,12 +86,15 @@ class EvalLoop:
         if self.started():
             loaders, limits = run.source.evaluation(self.kind)
         run.strategy.before_evaluation(run.module)
-        step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1)
+        fetches = takes_iterator(method_of(run.module, f"{self.word}_step", TrainingModule))
+        step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1 and not fetches)
+        run_loader = self.hand_over if fetches else self.run_loader
         if len(loaders) > 1:
             self.check_hooks()
         self.predictions, run.predict_batch_indices, run.current_batch_indices = [], [], None
+        self.fetched = (None, 0, 0)
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-            self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
+            run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
         metrics.end_epoch()
         if self.kind == "predict":
@@ -106,7 +113,7 @@ class EvalLoop:
         if self.kind == "predict" or not numbers:
             return [{} for _ in loaders]
         return [
-            {key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None) for key in (r.key, r.epoch_key)}
+            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)}
             for idx in range(len(loaders))
         ]
 
@@ -173,6 +180,50 @@ class EvalLoop:
         keep_step(places)
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         run.predict_batch_indices.append(taken)
+
+    def hand_over(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
+        """Every batch of one loader, which ``step(dataloader_iter)`` fetches itself.
+
+        The hook before a batch gets the one that was fetched last, because the step may fetch several or none.
+        """
+        run, metrics = self.run, self.metrics
+        name = f"{self.word}_step"
+        if run.strategy.world_size > 1:
+            raise ValueError(
+                f"{name}(dataloader_iter) with {run.strategy.world_size} processes: a step that fetches its batches "
+                f"itself cannot leave out those that fill up its share. Use {name}(batch, batch_idx), or one process."
+            )
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
+        known = run.source.length(loader)
+        limit = limit if limit < known else float("inf")
+        batches = Batches(loader, bind_mover(run, dataloader_idx or 0), lookahead=True, limit=limit)
+        handed = HandOver(batches, 0, metrics, dataloader_idx or 0)
+        passed = 2 if dataloader_idx is None else 3
+        kept: list[Any] = []
+        with closing(handed):
+            for iterator in handed:
+                taken = handed.taken
+                for hook in self.hooks("batch_start"):
+                    hook(*self.fetched[:passed])
+                try:
+                    outputs = step(iterator, handed.taken)
+                except StopIteration:  # it fetches ahead of itself
+                    break
+                if handed.taken == taken:
+                    raise RuntimeError(
+                        f"{name}(dataloader_iter) returned without calling next(dataloader_iter), so the evaluation "
+                        "would never end. Call it: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                    )
+                run.state.evaluated += handed.taken - taken
+                self.fetched = handed.last
+                for hook in self.hooks("batch_end"):
+                    hook(outputs, *self.fetched[:passed])
+                if self.keep:
+                    kept.append(outputs)
+                if metrics.steps_in_evaluation:
+                    metrics.flush_eval_step()
+        self.predictions.append(kept)
+        run.predict_batch_indices.append([])
 
     def check_length(self, seen: int, limit: float, known: float) -> None:
         """Raise if a loader that knows its length yielded another number of batches."""

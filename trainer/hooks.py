@@ -56,7 +56,10 @@ class HookTable:
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
         self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
-        self.prepare_data = tuple(bind([*data, *own], "prepare_data"))
+        #: With each hook, whether every node calls it, or only the first.
+        self.prepare_data = tuple(
+            (owner[0].prepare_data_per_node, hook) for owner in [*data, *own] for hook in bind([owner], "prepare_data")
+        )
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")
@@ -69,7 +72,23 @@ def _bind(
         method = overridden(owner, name, base)
         if method is not None:
             who = owner.state_key if base is Callback else type(owner).__name__
-            yield around(f"[{base.__name__}]{who}.{name}", partial(method, *given) if given else method)
+            called = partial(method, *given) if given else method
+            if name in ("setup", "teardown") and takes(called, stage=""):
+                called = _with_stage(called)
+            yield around(f"[{base.__name__}]{who}.{name}", called)
+
+
+def _with_stage(hook: Bound) -> Bound:
+    return lambda stage: hook(stage=stage)
+
+
+def takes(method: Bound, *args: Any, **kwargs: Any) -> bool:
+    """Whether the signature of a method takes these arguments, such as keywords for which it may have other names."""
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a callable written in C has no signature
+        return False
+    return True
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:
@@ -120,10 +139,25 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
     try:
         signature.bind(*wanted)
     except TypeError as error:
+        if not extra and "dataloader_idx" in signature.parameters and takes(method, *wanted, "dataloader_idx"):
+            raise RuntimeError(of_one_loader(f"{type(owner).__name__}.{name}", write)) from None
+        if extra and takes(method, *wanted[:-1]):
+            raise RuntimeError(
+                f"{type(owner).__name__}.{name}{signature} takes no dataloader_idx, but there are several loaders. "
+                f"Write it as {write}."
+            ) from None
         raise TypeError(
             f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(wanted)}): {error}. "
             f"Write it as {write}."
         ) from None
+
+
+def of_one_loader(name: str, write: str) -> str:
+    """The error for a hook or step that needs ``dataloader_idx`` in a run with one loader."""
+    return (
+        f"{name} needs dataloader_idx, which it gets only if there are several loaders, and there is one. Write it as "
+        f"{write}, or give dataloader_idx a default."
+    )
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:

@@ -71,8 +71,11 @@ class CallbackValues(LoggedValues["Tensor"]):
 def callback_values(store: MetricStore) -> CallbackValues:
     """``trainer.callback_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
-        return "logged with rank_zero_only=True, so nobody can monitor it" if record.options.rank_zero_only else ""
+    def held_back(stage: str, record: Record, name: str) -> str:
+        if record.options.rank_zero_only:
+            return "logged with rank_zero_only=True, so nobody can monitor it"
+        of_step = record.on_step and name == record.step_key
+        return "a step's value of an evaluation, which is for the loggers only" if of_step and stage != "train" else ""
 
     return CallbackValues(store, partial(_why, store, held_back))
 
@@ -80,7 +83,7 @@ def callback_values(store: MetricStore) -> CallbackValues:
 def bar_values(store: MetricStore) -> LoggedValues[float]:
     """``trainer.progress_bar_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
+    def held_back(stage: str, record: Record, name: str) -> str:
         return "" if record.options.prog_bar else "logged without prog_bar=True"
 
     return LoggedValues(store.progress_bar_metrics(), partial(_why, store, held_back))
@@ -89,7 +92,7 @@ def bar_values(store: MetricStore) -> LoggedValues[float]:
 def sent_values(store: MetricStore) -> LoggedValues[float]:
     """``trainer.logged_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
+    def held_back(stage: str, record: Record, name: str) -> str:
         if not record.logger:
             return "logged with logger=False"
         waits = record.on_step and name == record.step_key
@@ -98,13 +101,13 @@ def sent_values(store: MetricStore) -> LoggedValues[float]:
     return LoggedValues(store.sent, partial(_why, store, held_back))
 
 
-def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Mapping[str, Any], name: str) -> str:
+def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there: Mapping[str, Any], name: str) -> str:
     """Why there is no value ``name``, and when there will be one."""
     listed = f"There are: {messages.names(sorted(there), 'and')}." if there else "There is none yet."
     for stage, record in store.known():
         if name not in record.keys:
             continue
-        reason = held_back(record, name)
+        reason = held_back(stage, record, name)
         if reason:
             return f"{name!r} is {reason}. {listed}"
         if record.on_epoch and (name == record.epoch_key or not record.on_step):

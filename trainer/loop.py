@@ -120,7 +120,7 @@ class FitLoop:
         self.run.source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
-        if self.validation.comes():
+        if self.validation.comes() and not self.run.source.reloads():
             self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
@@ -144,7 +144,7 @@ class FitLoop:
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch
-                if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
+                if starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in starts]:
                     self.skip_rest(step, schedules)
                     complete = True
                     break
@@ -347,7 +347,7 @@ class FitLoop:
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
-            messages.info_once(
+            messages.warn_once(
                 f"This fit makes {updates} updates, so no step metrics reach the loggers with "
                 f"log_every_n_steps={run.trainer.log_every_n_steps}. Lower it to see them."
             )

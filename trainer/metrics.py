@@ -248,7 +248,7 @@ class MetricStore:
         for stage, record in self.known():
             if record.options.rank_zero_only or not record.seen:
                 continue
-            if record.on_step and (value := record.step_value()) is not None:
+            if stage == "train" and record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
             if record.on_epoch and stage == self.state.stage and self.epoch_ended:
                 value = record.result(self.strategy)
@@ -350,7 +350,8 @@ class MetricStore:
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
                 continue
-            if record.on_step and (value := record.step_value()) is not None:
+            trains = self.state.stage == "train"  # a step value of an evaluation is for the loggers only
+            if trains and record.on_step and (value := record.step_value()) is not None:
                 self._keep(record, record.step_key, value)
             if record.on_epoch:
                 value = record.result(self.strategy)

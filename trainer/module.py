@@ -328,7 +328,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
 
     def clip_gradients(
         self,

@@ -22,6 +22,9 @@ class ModuleHooks:
     Each runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
 
+    #: Whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
+    prepare_data_per_node: bool = True
+
     # ---- set up ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
@@ -59,16 +61,22 @@ class ManagedOptimizer:
 
     def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
         self.optimizer = optimizer
-        self._run: Run = run  # type: ignore[assignment] - of one that nobody steps there is none
+        self._run: Run = run  # type: ignore[assignment] - None if no run has made it
         self.stepped_at = -1
         self.expected = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
+
+        Args:
+            closure: for optimizers that evaluate the loss themselves.
+            **arguments: further ones of the optimizer's ``step``.
 
         Raises:
             RuntimeError: automatic optimization steps it already.
         """
+        if self._run is None:
+            return self.optimizer.step(closure, **arguments)
         run, state = self._run, self._run.state
         by_hand = not run.module.automatic_optimization
         if not (by_hand or self.expected):
@@ -77,7 +85,8 @@ class ManagedOptimizer:
             closure = self._then_show(closure)
         elif by_hand:
             self._show_gradients()
-        stepped = run.strategy.optimizer_step(self.optimizer, closure)
+        with _passing(self.optimizer, arguments) if arguments else nullcontext():
+            stepped = run.strategy.optimizer_step(self.optimizer, closure)
         self.stepped_at = state.batches
         if stepped and (by_hand or state.window):  # a window without a batch in it is no step
             state.global_step += 1
@@ -102,13 +111,59 @@ class ManagedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
-        for hook in self._run.hooks.on_before_zero_grad:
+        for hook in () if self._run is None else self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
-    def toggle_model(self, sync_grad: bool = True) -> Any:
-        """Context in which only this optimizer's parameters require gradients."""
-        return self._run.module.toggled_optimizer(self)
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Context in which only this optimizer's parameters require gradients.
+
+        Args:
+            sync_grad: False: backward passes in it do not communicate gradients, which then accumulate on each process.
+        """
+        strategy = self._run.strategy
+        apart = not sync_grad and strategy.communicates_gradients
+        with self._run.module.toggled_optimizer(self):
+            if apart:
+                strategy.sync_gradients(False)
+            try:
+                yield
+            finally:
+                if apart:
+                    strategy.sync_gradients(True)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override] - it cannot be set
+        """The class of the optimizer inside, so that ``isinstance`` and schedulers take this for one."""
+        return type(self.optimizer) if "optimizer" in self.__dict__ else type(self)
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters in groups, with the settings of each."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of groups that have none of their own."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while it is being copied
@@ -119,7 +174,20 @@ class ManagedOptimizer:
         return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._run)
 
     def __repr__(self) -> str:
-        return f"ManagedOptimizer({self.optimizer!r})"
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+@contextmanager
+def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Pass further arguments to ``optimizer.step``, which strategy and precision call."""
+    step = vars(optimizer).get("step")
+    optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if step is not None:
+            optimizer.step = step
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -199,10 +267,16 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         if key not in names:
             raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
     scheduler = settings.get("scheduler")
-    if not callable(getattr(scheduler, "step", None)):
+    if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"{owner} returned {type(scheduler).__name__} as a scheduler; it has no step(). Return a "
             "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
+        )
+    unused = [key for key in settings if key not in ("scheduler", "name")]
+    if unused and not automatic:
+        messages.warn_once(
+            f"{owner} sets {messages.names(unused, 'and')} of a scheduler, which has no effect under manual "
+            "optimization. Call step() of self.lr_schedulers() in a hook or step of yours."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"

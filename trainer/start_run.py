@@ -12,6 +12,7 @@ from .. import messages
 from ..callbacks.base import Callback
 from ..checkpoint import manifest, objects
 from ..checkpoint.find import find_checkpoint, highest_sequence
+from ..checkpoint.hyperparameters import plain_config
 from ..checkpoint.logger_positions import say_where, take_over
 from ..checkpoint.read import read
 from ..checkpoint.sharded_folder import together
@@ -80,13 +81,14 @@ def attach(run: Run, request: Request) -> Resumed | None:
         compile_in_place(module, run.trainer.compile)
     elif scope is not None and request.fn == "fit":
         check_module(run)
-    if request.fn != "fit":
+    resumed = None
+    if request.fn == "fit":
+        resumed = start_fit(run, checkpoint, request.restore)
+    else:
         if checkpoint is not None:
             restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
-        run.trainer.profiler.attach(run.trainer)
-        return None
-    resumed = start_fit(run, checkpoint, request.restore)
+    module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
 
@@ -308,10 +310,9 @@ def misspelled(module: TrainingModule, name: str) -> str:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on one process a node."""
-    per_node = run.datamodule is None or run.datamodule.prepare_data_per_node
-    if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
-        for hook in run.hooks.prepare_data:
+    """Call ``prepare_data`` on one process a node, or on one of all."""
+    for per_node, hook in run.hooks.prepare_data:
+        if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
             hook()
     run.strategy.barrier("prepare_data")
 
@@ -406,7 +407,7 @@ def log_hyperparameters(run: Run) -> None:
     for owner in (run.datamodule, run.module):
         if owner is None or not getattr(owner, "_log_hyperparams", False):
             continue
-        for key, value in owner.hparams_initial.items():
+        for key, value in plain_config(owner.hparams_initial).items():
             if key == "_class_path":  # which class a command line made, the module's and the DataModule's
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):

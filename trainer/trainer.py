@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from .. import messages
-from ..callbacks.base import Callback
+from ..callbacks.base import Callback, replaced
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import ProgressBar
@@ -234,7 +234,7 @@ class Trainer:
         if barebones:
             off = {"enable_checkpointing": enable_checkpointing, "enable_progress_bar": enable_progress_bar}
             off |= {"enable_model_summary": enable_model_summary, "num_sanity_val_steps": num_sanity_val_steps}
-            off |= {"fast_dev_run": fast_dev_run, "detect_anomaly": detect_anomaly}
+            off |= {"fast_dev_run": fast_dev_run, "detect_anomaly": detect_anomaly, "profiler": profiler}
             check.check_barebones(logger=logger, **off, log_every_n_steps=log_every_n_steps)
             self.num_sanity_val_steps = 0
         self.profiler = check.check_profiler(profiler)
@@ -242,7 +242,7 @@ class Trainer:
         self._place(sort_plugins(plugins), strategy, accelerator, devices, num_nodes, precision)
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
-        self.loggers: list[Logger] = choose_loggers(logger, self)
+        self.loggers = choose_loggers(logger, self)
         self.callbacks: list[Callback] = choose_callbacks(callbacks, max_time, grace_seconds, self)
         self.asked_ckpt_path: Any = None
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
@@ -713,27 +713,23 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or None if it is not made yet."""
-        return self.current_run.source.train_loader
-
-    def _eval_loaders(self, kind: str) -> Any:
-        loaders = self.current_run.source.eval.get(kind, ([], []))[0]
-        return (loaders[0] if len(loaders) == 1 else loaders) if loaders else None
+        """The training loader, the list or dict of them, or None before they were made."""
+        return self.current_run.source.shown("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, the list of them, or None before they were made."""
-        return self._eval_loaders("validate")
+        """The validation loader, the list or dict of them, or None before they were made."""
+        return self.current_run.source.shown("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader, the list of them, or None before they were made."""
-        return self._eval_loaders("test")
+        """The test loader, the list or dict of them, or None before they were made."""
+        return self.current_run.source.shown("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader to predict from, the list of them, or None before they were made."""
-        return self._eval_loaders("predict")
+        """The loader to predict from, the list or dict of them, or None before they were made."""
+        return self.current_run.source.shown("predict")
 
     @property
     def num_training_batches(self) -> int | float:
@@ -747,7 +743,10 @@ class Trainer:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check."""
+        """Batches of each validation loader in the sanity check of a fit."""
+        request = self.current_run.request
+        if request is None or request.fn != "fit":
+            return []
         steps = self.num_sanity_val_steps
         return [n if steps == -1 else min(n, steps) for n in self.num_val_batches]
 
@@ -788,7 +787,8 @@ class Trainer:
 
     def _accumulation(self, epoch: int) -> int:
         """Micro-batches an update in an epoch."""
-        found = (callback.get_accumulate_grad_batches(epoch) for callback in self.callbacks)
+        deciding = (replaced(callback, "get_accumulate_grad_batches", Callback) for callback in self.callbacks)
+        found = (method(epoch) for method in deciding if method is not None)
         return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
@@ -819,6 +819,15 @@ class Trainer:
         return next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
 
     # ---- logging ---------------------------------------------------------------------------------------------------
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers; setting None removes them."""
+        return vars(self)["loggers"]
+
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Logger] | None) -> None:
+        vars(self)["loggers"] = list(loggers or ())
 
     @property
     def logger(self) -> Logger | None:

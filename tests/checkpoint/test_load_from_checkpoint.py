@@ -317,7 +317,10 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
             self.extra = nn.Linear(1, 1)
 
     single_file.write({"epoch": 0, "global_step": 0, "state_dict": TinyModule().state_dict()}, tmp_path / "x.ckpt")
-    if strict is False or (strict is None and own is False):
+    if strict is not None and own is (not strict):
+        with pytest.raises(ValueError, match=f"strict={strict}.* contradicts strict_loading={own}, which Larger sets"):
+            Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)
+    elif strict is False or (strict is None and own is False):
         with pytest.warns(UserWarning, match="only partly loaded"):
             assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
     else:

@@ -52,13 +52,13 @@ for call, text in ((lambda: XLAStrategy(), "does not drive TPUs"), (lambda: pl.T
 """
 
 BEHAVIOUR = """
-import os, sys
+import os, signal, sys, warnings
 from unittest import mock
 import torch
 from paceline import compat
 compat.install("lightning")
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.utils.data import DataLoader
 
 class Net(pl.LightningModule):
@@ -69,6 +69,8 @@ class Net(pl.LightningModule):
         loss = self.layer(batch).sum()
         self.log("loss", loss)
         return loss
+    def test_step(self, batch, batch_idx):
+        self.layer(batch)
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -85,6 +87,42 @@ assert set(trainer.logged_metrics) == {"loss"}, trainer.logged_metrics
 assert isinstance(trainer.logged_metrics["loss"], torch.Tensor)
 assert os.listdir() == ["lightning_logs"], os.listdir()
 assert (trainer.state.fn, trainer.state.status) == (None, "finished"), trainer.state
+assert repr(trainer.lightning_module.optimizers()).startswith("LightningSGD (")
+assert trainer.state != pl.trainer.states.TrainerState() == pl.Trainer().state
+plain = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+few = pl.Trainer(**plain)
+few.fit(Net(), DataLoader(torch.ones(4, 4)))
+assert set(few.logged_metrics) == {"loss"}, "a value that was not sent yet"
+
+class Ends(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    pl.Trainer(**plain).fit(Ends(), DataLoader(torch.ones(4, 4)))
+except SIGTERMException as end:
+    assert end.code == 143
+else:
+    raise AssertionError("no end")
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage):
+        self.numbers = torch.ones(4, 4)
+    def train_dataloader(self):
+        return DataLoader(self.numbers)
+    def val_dataloader(self):
+        return [DataLoader(self.numbers), DataLoader(self.numbers[:2])]
+
+data, lines = Data(), [f"{{{word} dataloader: %s}}" for word in ("Train", "Validation", "Test", "Predict")]
+assert str(data) == os.linesep.join(lines) % (("None",) * 4), str(data)
+data.setup("fit")
+assert str(data) == os.linesep.join(lines) % ("size=4", "1. size=4 ; 2. size=2", "None", "None"), str(data)
+with mock.patch("paceline.compat.lightning.texts.suggested_max_num_workers", return_value=8):
+    for _ in range(2):  # each run warns again
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.test(Net(), DataLoader(torch.ones(4, 4)), verbose=False)
+        assert any("test_dataloader has 0 workers" in str(one.message) for one in told), told
 with mock.patch("lightning.pytorch.accelerators.cuda.num_cuda_devices", return_value=3):
     assert pl.accelerators.CUDAAccelerator.auto_device_count() == 3, "patched"
 assert pl.accelerators.CUDAAccelerator.auto_device_count() == torch.cuda.device_count()

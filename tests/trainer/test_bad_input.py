@@ -474,7 +474,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
         ({"datamodule": Data}, TypeError, ("datamodule=...", "a type", "Pass a DataModule object")),
         (
             {},
-            ValueError,
+            TypeError,
             ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
         ),
         ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
@@ -501,7 +501,7 @@ def test_an_evaluation_without_its_step_or_its_data_says_what_to_define(
     refused(
         lambda: run(Bare(), tiny_loader()), NotImplementedError, f"Bare has no {step}", f"Define {step}(self, batch"
     )
-    refused(lambda: run(TinyModule()), ValueError, f"no data for {step}", f"defines {hook}()", "Pass a loader")
+    refused(lambda: run(TinyModule()), TypeError, f"no data for {step}", f"defines {hook}()", "Pass a loader")
 
 
 def test_an_entry_point_called_inside_a_run_is_refused(quiet: dict[str, Any]) -> None:
@@ -585,7 +585,7 @@ def test_a_fit_without_training_data_is_refused_before_the_sanity_check(trainer:
     module = TinyModule()
     module.validation_step = lambda batch, batch_idx: pytest.fail("too late")  # type: ignore[method-assign]
     refused(
-        lambda: trainer.fit(module, val_dataloaders=tiny_loader()), ValueError, "no data for training_step", "Pass a"
+        lambda: trainer.fit(module, val_dataloaders=tiny_loader()), TypeError, "no data for training_step", "Pass a"
     )
 
 
@@ -698,7 +698,7 @@ def test_an_evaluation_step_that_takes_other_arguments_is_refused(name: str, tra
     module = with_method(name, lambda self, batch, batch_idx: None)
     refused(
         lambda: entry(module, [tiny_loader(), tiny_loader()]),
-        TypeError,
+        RuntimeError,
         f"Mine.{name} takes (batch, batch_idx)",
         "several loaders",
         "dataloader_idx",

@@ -307,7 +307,7 @@ def test_suffixes_of_step_and_loader_stand_in_lightnings_order(quiet: dict[str, 
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True, on_epoch=True))
     trainer = Trainer(**quiet)
     trainer.validate(module, [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))], verbose=False)
-    assert {"v_step/dataloader_idx_0", "v_epoch/dataloader_idx_1"} <= set(trainer.callback_metrics)
+    assert {"v_step/dataloader_idx_0", "v_epoch/dataloader_idx_1"} <= set(trainer.logged_metrics)
 
 
 def test_the_sanity_check_sends_nothing(quiet: dict[str, Any]) -> None:
@@ -801,9 +801,9 @@ def test_a_collection_in_training_gives_steps_and_epochs(forward: bool, quiet: d
             assert [v for _, v in memory.of(f"m/{kind.__name__}_step")] == pytest.approx(steps)
 
 
-def test_what_a_loader_and_the_whole_logged_is_returned_under_every_name(quiet: dict[str, Any]) -> None:
+def test_what_a_batch_and_the_whole_logged_is_returned_under_the_name_of_the_epoch(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True, on_epoch=True))
-    assert Trainer(**quiet).validate(module, batches(2), verbose=False) == [{"v": 0.5, "v_epoch": 0.5}]
+    assert Trainer(**quiet).validate(module, batches(2), verbose=False) == [{"v_epoch": 0.5}]
 
 
 def test_values_of_finished_epochs_stay_in_sight(quiet: dict[str, Any]) -> None:
