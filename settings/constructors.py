@@ -16,7 +16,7 @@ Constructor = Callable[Concatenate[Any, P], None]
 def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
     """Decorator for ``__init__``: an unknown argument raises an error that suggests the right one.
 
-    ``moved`` has replacements for arguments that other libraries have.
+    ``moved`` maps arguments of other libraries to their replacements.
     """
 
     def decorate(init: Constructor[P]) -> Constructor[P]:
