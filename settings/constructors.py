@@ -28,7 +28,7 @@ def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor
                 if name not in known:
                     used = f" Use {moved[name]}." if moved and name in moved else messages.did_you_mean(name, known)
                     raise TypeError(
-                        f"{owner} got an argument {name!r}, which it does not have.{used} See help({owner})."
+                        f"{owner} has no argument {name!r}.{used} See help({owner})."
                     )
             init(self, *args, **kwargs)
 

@@ -180,7 +180,7 @@ def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["mine.py"], "Add the function that makes the model: mine.py:build_model"),
+        (["mine.py"], "Add the function that builds the model: mine.py:build_model"),
         (["mine.py:bild"], "no function or class 'bild'. Did you mean 'build'?"),
         (["mine.py:torch"], "no function or class 'torch'"),
         (["mine.py:build", "--device_memory", "much"], "--device_memory='muchB' is not a size"),

@@ -142,7 +142,7 @@ def test_c8_python_before_the_script_is_left_out(capfd: pytest.CaptureFixture[st
     status, _, err = launched(capfd, "--cpu", "python", "-u", name)
     assert status == FAILED
     assert err == (
-        "paceline launch: Remove 'python': paceline launch runs Python itself. Write only what follows it.\n"
+        "paceline launch: Remove 'python': paceline launch runs Python itself. Pass only what follows it.\n"
     )
 
 
@@ -344,9 +344,9 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--multi_gpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but this machine shows 0"),
+        (["--multi_gpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but torch sees 0"),
         (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but --cpu leaves 0"),
-        (["--tpu", "train.py"], "--tpu: Paceline runs on what torch itself drives"),
+        (["--tpu", "train.py"], "--tpu: Paceline runs on devices that torch itself supports"),
         (["--megatron-lm-tp-degree", "2", "train.py"], "--megatron-lm-tp-degree: Megatron-LM is not supported."),
         (["--fp8_backend", "te", "train.py"], "--fp8_backend: 8-bit training is not supported."),
         (["--aws_access_key_id", "x", "train.py"], "--aws_access_key_id: starting on AWS is not supported"),
@@ -378,7 +378,7 @@ def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     monkeypatch.setattr(module, "_count_gpus", lambda: 2)
     status, _, err = launched(capfd, "--num_processes", "3", "--gpu_ids", "0,5", script(TELL))
     assert status == FAILED
-    assert "asks for 3 GPUs on this machine, which shows 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
+    assert "asks for 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
 
 
 @pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])

@@ -143,15 +143,15 @@ def test_training_from_loaders_in_sequence_is_refused():
 
 @pytest.mark.parametrize("wrong", [5, None, "text", {"x": X}, DataLoader, object()])
 def test_what_cannot_be_iterated_over_for_batches_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"was given as a loader.*Give a DataLoader"):
+    with pytest.raises(TypeError, match=r"was passed as a loader.*Pass a DataLoader"):
         train_loader(wrong)
     if wrong is not None:
-        with pytest.raises(TypeError, match="was given as a loader"):
+        with pytest.raises(TypeError, match="was passed as a loader"):
             eval_loaders(wrong)
 
 
 def test_a_tensor_is_no_loader():
-    with pytest.raises(TypeError, match=r"A tensor of shape \(8, 3\) was given as a loader, .*TensorDataset.*list\("):
+    with pytest.raises(TypeError, match=r"A tensor of shape \(8, 3\) was passed as a loader, .*TensorDataset.*list\("):
         train_loader(torch.randn(8, 3))
     assert len(train_loader(list(torch.randn(8, 3)))) == 8  # type: ignore[arg-type]
 
