@@ -27,9 +27,7 @@ def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor
             for name in kwargs:
                 if name not in known:
                     used = f" Use {moved[name]}." if moved and name in moved else messages.did_you_mean(name, known)
-                    raise TypeError(
-                        f"{owner} has no argument {name!r}.{used} See help({owner})."
-                    )
+                    raise TypeError(f"{owner} has no argument {name!r}.{used} See help({owner}).")
             init(self, *args, **kwargs)
 
         return checked

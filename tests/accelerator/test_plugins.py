@@ -124,7 +124,7 @@ def test_a_window_is_as_long_as_the_plugin_the_settings_or_deepspeed_say(monkeyp
         choose_accumulation(given, resolve({"gradient_accumulation_steps": 4}))
     with pytest.raises(ValueError, match="DeepSpeed has gradient_accumulation_steps=3, but the Accelerator has 2"):
         choose_accumulation(given, resolve(), deepspeed)
-    with pytest.raises(ValueError, match=r"num_steps=0\) is not a number of micro-batches"):
+    with pytest.raises(ValueError, match=r"num_steps=0 is not a valid number of micro-batches"):
         GradientAccumulationPlugin(num_steps=0)
 
 

@@ -96,8 +96,9 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     assert "fsdp x32 in bf16-mixed (" in said
     assert "fsdp_cpu_offload x2 in bf16-mixed (" in said
     small = asked(capsys, *arguments, "--device_memory", "10MB", "--dtypes", "float32", "int8")
-    assert "Loaded in float32, it does not fit on one device of 9.54 MiB. In int8 (3.83 MiB), it does." in " ".join(
-        small["verdict"]
+    assert (
+        "Loaded in float32, the model does not fit on one device of 9.54 MiB. In int8 (3.83 MiB), it does."
+        in " ".join(small["verdict"])
     )
 
 

@@ -141,9 +141,7 @@ def test_c8_python_before_the_script_is_left_out(capfd: pytest.CaptureFixture[st
     assert [one["argv"] for one in told(out)] == [[name, "--lr", "1"]] * 2
     status, _, err = launched(capfd, "--cpu", "python", "-u", name)
     assert status == FAILED
-    assert err == (
-        "paceline launch: Remove 'python': paceline launch runs Python itself. Pass only what follows it.\n"
-    )
+    assert err == ("paceline launch: Remove 'python': paceline launch runs Python itself. Pass only what follows it.\n")
 
 
 def test_c8_a_config_that_the_script_does_not_read_is_pointed_out(capfd: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +351,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
         (["--mpirun_hostfile", "x", "train.py"], "--mpirun_hostfile: mpirun is not needed."),
         (["--deepspeed_hostfile", "x", "train.py"], "--deepspeed_hostfile is for DeepSpeed's own launcher"),
         (["--mixed_precision", "fp8", "train.py"], "--mixed_precision: mixed_precision 'fp8' is not supported"),
-        (["--num_processes", "3", "--num_machines", "2", "train.py"], "--num_processes is 3, which 2 machines cannot"),
+        (["--num_processes", "3", "--num_machines", "2", "train.py"], "--num_processes is 3, which cannot be divided"),
         (["--num_processes", "0", "train.py"], "--num_processes: num_processes '0' is out of range."),
         (["--rdzv_conf", "timeout", "--num_processes", "2", "train.py"], "rdzv_conf='timeout' has 'timeout', which"),
         (["trian.py"], "There is no script 'trian.py' in"),
