@@ -253,7 +253,7 @@ class WithLoss(TinyModule):
 def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(tmp_path: Path):
     saved(WithLoss(Loss(3)), tmp_path / "x.ckpt")
     Loss.made.clear()  # of the copies that were made for the checkpoint
-    problem = r"needs 'loss'. The checkpoint has loss \(.*Loss\) as objects.*weights_only=False"
+    problem = r"needs 'loss'. The checkpoint stores loss \(.*Loss\) as pickled objects.*weights_only=False"
     with pytest.raises(TypeError, match=problem):
         WithLoss.load_from_checkpoint(tmp_path / "x.ckpt")
     assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4

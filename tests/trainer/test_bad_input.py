@@ -477,7 +477,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
             TypeError,
             ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
         ),
-        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
+        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Pass a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "an int", "Pass the path")),
     ],
 )
@@ -1255,7 +1255,7 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
         hook,
         "is empty",
         "is 0",
-        "Check its data set",
+        "Check its dataset",
     )
 
 
