@@ -1,4 +1,4 @@
-"""The hooks of a module, with empty bodies. When each runs is drawn in ``callbacks/base.py``."""
+"""The hooks of a module, with empty bodies. ``callbacks/base.py`` shows when each runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks:
-    """What a module can define to act during its own run. Same moments and rights as a callback's hooks.
+    """Hooks that a module can define to act during its run. They run when a callback's hooks run, with the same rights.
 
     Each runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
@@ -25,7 +25,10 @@ class ModuleHooks:
     # ---- set up ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or unpack, once a node (local rank 0). Must not set attributes: other ranks would not have them."""
+        """Download or unpack, once per node (local rank 0).
+
+        Must not set attributes: other ranks would not have them.
+        """
 
     def setup(self, stage: str) -> None:
         """When an entry point begins, named by ``stage`` (``"fit"``, ``"validate"``, ...). May build layers."""
@@ -37,7 +40,7 @@ class ModuleHooks:
         """Build or shard large layers here. Runs at every entry point, so it must not build twice."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks the module brings; one of a type the Trainer has already replaces it."""
+        """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""
         return []
 
     # ---- the run ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class SchedulerConfig:
     Attributes:
         scheduler: anything with ``step()``.
         interval: ``"epoch"`` or ``"step"`` (an optimizer update).
-        frequency: advance every so many intervals.
+        frequency: number of intervals from one advance to the next.
         monitor: the logged name a plateau scheduler looks at.
         strict: raise, rather than warn, when ``monitor`` was not logged.
         name: what ``LearningRateMonitor`` calls it.
@@ -48,26 +48,26 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """What ``self.optimizers()`` gives: its ``step`` goes through precision and strategy and is counted.
+    """Returned by ``self.optimizers()``: its ``step`` goes through precision and strategy and is counted.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` at its last step: older gradients are used up.
+        stepped_at: ``trainer.state.batches`` at its last step: older gradients have been used.
         expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
         self.optimizer = optimizer
-        self._run: Run = run  # type: ignore[assignment] - of one that nobody steps there is none
+        self._run: Run = run  # type: ignore[assignment] - None if nobody steps it
         self.stepped_at = -1
         self.expected = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
+        """Take one optimizer step. Returns False if fp16 found an overflow and left the weights unchanged.
 
         Raises:
-            RuntimeError: automatic optimization steps it already.
+            RuntimeError: automatic optimization already steps it.
         """
         run, state = self._run, self._run.state
         by_hand = not run.module.automatic_optimization
@@ -79,7 +79,7 @@ class ManagedOptimizer:
             self._show_gradients()
         stepped = run.strategy.optimizer_step(self.optimizer, closure)
         self.stepped_at = state.batches
-        if stepped and (by_hand or state.window):  # a window without a batch in it is no step
+        if stepped and (by_hand or state.window):  # an empty window does not count as a step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
@@ -130,14 +130,14 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer. Return "
+            f"{owner} returned {shown}: fit runs without an optimizer, and the trainer changes no weights. Return "
             "the optimizer if weights should change."
         )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
-            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param "
-            "groups."
+            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps only one. Set "
+            "self.automatic_optimization = False in __init__ and step them in training_step, or merge them into one "
+            "with param groups."
         )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
@@ -220,7 +220,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         )
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
-            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
+            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to react to. Return "
             "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
     if config.reduce_on_plateau:

@@ -93,7 +93,7 @@ def test_a_strategy_that_departs_is_named_with_step_and_parameter() -> None:
     assert report["ddp"].same
     assert "Unknown strategy 'dpd'" in report["dpd"].failure
     shown = str(report).splitlines()
-    assert f"departs at step 4 in {report['Wrong'].parameter}" in shown[1]
+    assert f"differs at step 4 in {report['Wrong'].parameter}" in shown[1]
     assert shown[2].endswith("same")
     assert "failed: ValueError" in shown[3]
 
