@@ -264,7 +264,7 @@ class WandbLogger(Logger):
             if len(values) != len(images):
                 raise ValueError(
                     f"log_image({key!r}) got {len(images)} images and {len(values)} values for {option!r}. "
-                    "Give one value for each image."
+                    "Pass one value for each image."
                 )
         panels = [wandb.Image(im, **{k: v[i] for k, v in kwargs.items()}) for i, im in enumerate(images)]
         self._log({self._prefix + key: panels}, step)

@@ -302,6 +302,6 @@ def check_request(running: str | None, request: Request) -> None:
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(
-            f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
+            f"{name}: ckpt_path={request.ckpt_path!r} is {messages.a(request.ckpt_path)}. Pass the path of a "
             "checkpoint, 'best', 'last' or 'auto'."
         )

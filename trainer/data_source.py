@@ -159,7 +159,7 @@ class DataSource:
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, "
+                    f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
                     "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
                 )
             return interval
@@ -167,7 +167,7 @@ class DataSource:
             return INF
         if batches == INF:
             raise ValueError(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                f"Trainer: val_check_interval={interval} is a fraction of an epoch, but the train_dataloader has no "
                 "length. Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))

@@ -794,7 +794,7 @@ def test_a_plateau_scheduler_without_monitor_is_refused(trainer: Trainer) -> Non
         lambda: trainer.fit(with_method("configure_optimizers", plateau), tiny_loader()),
         ValueError,
         "Mine.configure_optimizers() returned a ReduceLROnPlateau without 'monitor'",
-        "no value to look at",
+        "no value to react to",
         "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}",
     )
 
@@ -1128,7 +1128,10 @@ def test_two_callbacks_with_one_state_key_are_refused(quiet: dict[str, Any]) -> 
     Trainer(**quiet, callbacks=[Keeps(), named["SecondKeeps"]()])
     quiet.pop("enable_checkpointing")
     refused(
-        lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]), ValueError, "the same key", "overwrite"
+        lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]),
+        ValueError,
+        "the same key",
+        "overwrite",
     )
 
 
