@@ -40,7 +40,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Let a loader make a new iterator for its next pass.
 
-    If it goes: nothing happens, and a loader with persistent workers keeps its old batches.
+    If torch removes it: nothing happens, and a loader with persistent workers keeps its old batches.
     """
     loader._iterator = None
 
@@ -60,7 +60,7 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 def dataset_iterator(iterator: Any) -> Any:
     """The data set's own iterator, which an iterator without workers reads; ``iterator`` itself if there is none.
 
-    If it goes: the iterator itself, and the end of a data set is requested once more than needed.
+    If torch removes it: the iterator itself, and the end of a data set is requested once more than needed.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -68,7 +68,7 @@ def dataset_iterator(iterator: Any) -> Any:
 def workers_of(iterator: Any) -> list[Any]:
     """The worker processes of a loader's iterator.
 
-    If it goes: none, and the error about a lost worker does not say which one it was.
+    If torch removes it: none, and the error about a lost worker does not say which one it was.
     """
     return getattr(iterator, "_workers", [])
 
@@ -76,7 +76,7 @@ def workers_of(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
     """End the worker processes of an iterator, if it has any; persistent ones only with ``persistent``.
 
-    If it goes: nothing happens, and workers end when their iterator is garbage.
+    If torch removes it: nothing happens, and workers end when their iterator is garbage.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -98,19 +98,19 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``nn.Module.__init__`` has run. If it goes: False, so every module is refused."""
+    """Whether ``nn.Module.__init__`` has run. If torch removes it: False, so every module is refused."""
     return "_modules" in vars(module)
 
 
 #: The method behind ``.to()``, ``.cuda()`` and ``.half()``: applies a function to all tensors. An attribute of this
-#: name on an object replaces it. If it goes: AttributeError where dtypes are converted, and a model that a device map
+#: name on an object replaces it. If torch removes it: AttributeError where dtypes are converted, and a model that a device map
 #: has spread can be moved.
 APPLY = "_apply"
 
 #: What a module runs when it is called and is not compiled: hooks and ``forward``.
 plain_call: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
-#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If it goes:
+#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If torch removes it:
 #: AttributeError where it is read; a value set there is never called.
 COMPILED_CALL = "_compiled_call_impl"
 
@@ -123,7 +123,7 @@ def is_compiled(module: nn.Module) -> bool:
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
     """The version of each module's layout in a ``state_dict``, by module.
 
-    If it goes: none, and each module reads the state as the oldest version.
+    If torch removes it: none, and each module reads the state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -167,7 +167,7 @@ Dropout = nn.modules.dropout._DropoutNd
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
     """Attributes that let a batch norm run as a ``SyncBatchNorm``, which needs a GPU, although its class is another.
 
-    If it goes: AttributeError.
+    If torch removes it: AttributeError.
     """
     kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
@@ -270,14 +270,14 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing. If it goes: False for all."""
+    """Whether a tensor is a DTensor; imports nothing. If torch removes it: False for all."""
     return hasattr(tensor, "_local_tensor")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor, outside of autograd; any other tensor unchanged.
 
-    If it goes: the DTensor itself.
+    If torch removes it: the DTensor itself.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -297,7 +297,7 @@ def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]
 def forget_layouts() -> None:
     """Clear torch's caches of the layouts of operators' results on DTensors, which refer to process groups.
 
-    If it goes: AttributeError; without the cache written in C++, only the others are cleared.
+    If torch removes it: AttributeError; without the cache written in C++, only the others are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -309,7 +309,7 @@ def forget_layouts() -> None:
             clear()
 
 
-#: The logger for torch's message that it redistributes a tensor in several steps. If it goes: its lines are not
+#: The logger for torch's message that it redistributes a tensor in several steps. If torch removes it: its lines are not
 #: filtered.
 REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 
@@ -340,30 +340,30 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 def whole_parameter(one: Any) -> nn.Parameter | None:
     """The whole parameter of an entry of :func:`fsdp_parameters`; None before it is first gathered.
 
-    If it goes: None, and gradients that wait for their reduction are not saved.
+    If torch removes it: None, and gradients that wait for their reduction are not saved.
     """
     return getattr(one, "_unsharded_param", None)
 
 
-#: The attribute that marks a module in which FSDP has sharded something. If it goes: a run in other processes returns
+#: The attribute that marks a module in which FSDP has sharded something. If torch removes it: a run in other processes returns
 #: layers with traces of its sharding.
 FSDP_MARK = "_is_fsdp_managed_module"
 
-#: All attributes that ``fully_shard`` adds to a module. If it goes: as :data:`FSDP_MARK`.
+#: All attributes that ``fully_shard`` adds to a module. If torch removes it: as :data:`FSDP_MARK`.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_params")
 
 
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """The classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If it goes: None, and the policy is called as if it were a function.
+    If torch removes it: None, and the policy is called as if it were a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
 
 
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
-    """The function of a ``CustomPolicy``; None for any other policy. If it goes: as :func:`classes_of_policy`."""
+    """The function of a ``CustomPolicy``; None for any other policy. If torch removes it: as :func:`classes_of_policy`."""
     return getattr(policy, "_lambda_fn", None)
 
 
@@ -371,14 +371,14 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether this process may have compiled anything; imports nothing. If it goes: False."""
+    """Whether this process may have compiled anything; imports nothing. If torch removes it: False."""
     return "torch._dynamo" in sys.modules
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
     """What compiles a function with the options of ``torch.compile(module)``; None for any other object.
 
-    If it goes: None for all if the module has moved, AttributeError otherwise.
+    If torch removes it: None for all if the module has moved, AttributeError otherwise.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -440,7 +440,7 @@ def keep_address(tensor: Tensor) -> None:
 def let_trace_groups(methods: dict[str, Any]) -> None:
     """Let torch's compiler trace how an optimizer collects its gradients, as any other code.
 
-    Torch has its own way, which needs gradients before the graph runs. If it goes: nothing happens, and torch's own way
+    Torch has its own way, which needs gradients before the graph runs. If torch removes it: nothing happens, and torch's own way
     is used.
 
     Args:
@@ -453,7 +453,7 @@ def let_trace_groups(methods: dict[str, Any]) -> None:
 
 # ---- optimizers, schedulers, loss scaling ----------------------------------------------------------------------------
 
-#: The attribute of an optimizer that tells schedulers that it has stepped. If it goes: a scheduler warns that it was
+#: The attribute of an optimizer that tells schedulers that it has stepped. If torch removes it: a scheduler warns that it was
 #: stepped first.
 HAS_STEPPED = "_opt_called"
 
@@ -466,7 +466,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Whether ``Optimizer.__init__`` has run, without which hooks cannot be registered.
 
-    If it goes: False for all, and a step that the user makes by mistake is not noticed.
+    If torch removes it: False for all, and a step that the user makes by mistake is not noticed.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
@@ -474,15 +474,15 @@ def takes_step_hooks(optimizer: Optimizer) -> bool:
 def is_of_scheduler(step: Any) -> bool:
     """Whether a scheduler has set this ``step`` on its optimizer, to count the calls.
 
-    If it goes: False, and an optimizer with a scheduler counts as one whose step was replaced.
+    If torch removes it: False, and an optimizer with a scheduler counts as one whose step was replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
 
-#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If it goes: they are not seen.
+#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If torch removes it: they are not seen.
 INNER_SCHEDULERS = "_schedulers"
 
-#: The attribute with the learning rates that a scheduler set last. If it goes: it has no rate for parameters that are
+#: The attribute with the learning rates that a scheduler set last. If torch removes it: it has no rate for parameters that are
 #: added to an optimizer.
 LAST_RATES = "_last_lr"
 
@@ -496,15 +496,15 @@ scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_opt
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let a ``GradScaler`` unscale the gradients of an optimizer with this function.
 
-    If it goes: the function is not called, and torch unscales each shard by itself.
+    If torch removes it: the function is not called, and torch unscales each shard by itself.
     """
     scaler._unscale_grads_ = unscale
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-#: Modules and names that the index of a distributed checkpoint uses from outside its own module. If one goes: indexes
-#: use another name, which is refused.
+#: Modules and names that the index of a distributed checkpoint uses from outside its own module. If torch
+#: removes one: indexes use another name, which is refused.
 NAMES_IN_INDEX = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

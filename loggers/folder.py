@@ -1,4 +1,4 @@
-"""Base of loggers that write each run to a folder of its own."""
+"""Base of loggers that write each run to its own folder."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the record's folder; with the record's name if there may be several."""
+        """The log's name and version, or else the record's folder; plus the record's name if there may be several."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
@@ -257,7 +257,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no record, or one of a later version.
+        ValueError: it is not a record, or a later version wrote it.
     """
     history, offset = History(Path(path)), 0
     places: list[tuple[int, Start, dict[str, Any]]] = []

@@ -486,7 +486,7 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         tuned(9, effective_batch="same")
     with pytest.raises(ValueError, match=r"mode of scale_batch_size 'pow'\. Did you mean 'power'"):
         tuned(9, mode="pow")
-    with pytest.raises(ValueError, match="the counts are at least 1"):
+    with pytest.raises(ValueError, match="the counts must be at least 1"):
         tuned(9, max_trials=0)
     with pytest.raises(ValueError, match="method of scale_batch_size 'train'"):
         tuned(9, method="train")
@@ -502,7 +502,7 @@ def test_a_dry_run_searches_for_nothing() -> None:
     tuner, module = Tuner(Trainer(**QUIET, fast_dev_run=True)), FromHooks()
     found = tuner.lr_find(module)
     assert found.results == {"lr": [], "loss": []}
-    with pytest.warns(PacelineWarning, match="holds no steps to suggest a learning rate from: under fast_dev_run"):
+    with pytest.warns(PacelineWarning, match="has no steps to suggest a learning rate from: lr_find makes none under fast_dev_run"):
         assert found.suggestion() is None
     assert tuner.scale_batch_size(module) is None
     assert (module.lr, module.batch_size) == (0.05, 8)
