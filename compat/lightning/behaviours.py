@@ -1,4 +1,4 @@
-"""Where programs written for Lightning expect another behaviour: applied to Paceline's classes by the stand-in."""
+"""Behavior that programs written for Lightning expect; the stand-in applies it to Paceline's classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .exceptions import translated
 
-#: Modules of Paceline, their classes, and which of their methods raise errors that programs catch as Lightning's.
+#: Modules of Paceline, their classes, and the methods whose errors programs catch as Lightning's.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
     "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
@@ -30,7 +30,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: How the names of profiled actions begin in Paceline, and in Lightning.
+#: Prefixes of the names of profiled actions, in Paceline and in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -38,7 +38,7 @@ _ACTIONS = {
 }
 
 
-#: Strategies, which take arguments of Lightning's that Paceline's do not have.
+#: Strategies that take additional arguments under the stand-in, as Lightning's do.
 _STRATEGIES = {
     "strategies.base": "SingleDevice",
     "strategies.ddp": "DDPStrategy",
@@ -49,7 +49,7 @@ _STRATEGIES = {
 
 
 def install() -> None:
-    """Change them."""
+    """Apply Lightning's behavior to Paceline's classes."""
     from ...checkpoint import instantiate
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
@@ -76,7 +76,7 @@ def install() -> None:
 
 
 def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, float]:
-    """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
+    """A device's statistics, as ``DeviceStatsMonitor`` logs them."""
     from ...callbacks.device_stats_monitor import cpu_stats, device_stats
 
     device = torch.device(device)
@@ -97,7 +97,7 @@ def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
 def _take_lightnings_arguments(strategy: Any) -> None:
     """Let a strategy's constructor take ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment``.
 
-    ``accelerator`` and ``parallel_devices`` say what the Trainer's arguments say.
+    ``accelerator`` and ``parallel_devices`` are ignored, because the Trainer has them as arguments.
     """
     init = strategy.__init__
 

@@ -33,7 +33,7 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(RandomDataset):
-    """The same samples as dicts: ``a`` has a sample, ``b`` a number more than its double."""
+    """The same samples as dicts: ``a`` is the sample ``x``, ``b`` is ``2 * x + 1``."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         return {"a": self.data[index], "b": 2 * self.data[index] + 1}
@@ -62,7 +62,7 @@ def _loader() -> DataLoader[Any]:
 
 
 class BoringModel(TrainingModule):
-    """One linear layer from 32 features to 2, drawn towards ones; its loaders give random batches of one sample."""
+    """One linear layer from 32 features to 2, trained towards ones; its loaders yield random batches of one sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class BoringModel(TrainingModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same in manual optimization."""
+    """The same with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

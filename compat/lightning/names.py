@@ -110,12 +110,12 @@ _NOT_HERE = {
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger ExperimentWriter"
     ),
-    "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
+    "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "ask each rank": "has_len_all_ranks",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "use torch.utils.flop_counter": "Throughput measure_flops",
-    "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
+    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
 }
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
@@ -145,7 +145,7 @@ _UTILITIES = (
 )
 _PRECISIONS = "DoublePrecision HalfPrecision MixedPrecision Precision"
 
-#: Lightning's modules and their names. Every module stands under ``lightning``.
+#: Lightning's modules and their names. Every module is below ``lightning``.
 _MODULES = {
     "": "Callback LightningDataModule LightningModule Trainer seed_everything",
     "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
@@ -282,7 +282,7 @@ _MODULES = {
 }
 
 
-#: Lightning's modules of which programs use private names at most.
+#: Lightning's modules from which programs use only private names, if any.
 _PRIVATE_ONLY = (
     "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
@@ -312,7 +312,7 @@ def _table() -> dict[str, dict[str, Target]]:
         f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
         for module, names in _MODULES.items()
     }
-    # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
+    # The command line has schedulers of its own: its plateau scheduler knows its metric.
     table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
     return table
 

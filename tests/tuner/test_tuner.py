@@ -494,7 +494,7 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         Tuner(Trainer(**QUIET)).lr_find(Net(), method="test")  # type: ignore[arg-type]
     trainer = Trainer(**QUIET)
     trainer.ckpt_path = "last"
-    with pytest.raises(RuntimeError, match=r"continues from last \(trainer.ckpt_path\)"):
+    with pytest.raises(RuntimeError, match=r"resumes from last \(trainer.ckpt_path\)"):
         Tuner(trainer).lr_find(FromHooks())
 
 
@@ -502,7 +502,7 @@ def test_a_dry_run_searches_for_nothing() -> None:
     tuner, module = Tuner(Trainer(**QUIET, fast_dev_run=True)), FromHooks()
     found = tuner.lr_find(module)
     assert found.results == {"lr": [], "loss": []}
-    with pytest.warns(PacelineWarning, match="has no steps to suggest a learning rate from: lr_find makes none under fast_dev_run"):
+    with pytest.warns(PacelineWarning, match="has no steps to suggest a learning rate from: .* fast_dev_run"):
         assert found.suggestion() is None
     assert tuner.scale_batch_size(module) is None
     assert (module.lr, module.batch_size) == (0.05, 8)
