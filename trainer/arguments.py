@@ -52,7 +52,7 @@ MOVED = {
 
 
 def check_limit(name: str, value: Any) -> int | float:
-    """A number of batches (int) or a share of them (float from 0 to 1); None means all."""
+    """Return a number of batches (int) or a fraction of them (float from 0 to 1); None means all."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
@@ -60,7 +60,7 @@ def check_limit(name: str, value: Any) -> int | float:
     if not float(value) >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer: {name}={value!r} is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
-            "(share of the batches)."
+            "(fraction of the batches)."
         )
     return value if isinstance(value, float) else int(value)
 
@@ -68,7 +68,7 @@ def check_limit(name: str, value: Any) -> int | float:
 def check_count(
     name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False, hint: str = ""
 ) -> Any:
-    """A whole number of at least ``least``; also None or -1 (no limit) where those are allowed."""
+    """Return a whole number of at least ``least``; None and -1 (no limit) pass only where they are allowed."""
     if value is None and none:
         return None
     allowed = (
@@ -89,13 +89,13 @@ def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
 
 
 def check_accumulation(value: Any) -> int:
-    """Micro-batches per update."""
+    """Return the micro-batches per update."""
     hint = " To change it during training, use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
 
 def check_fast_dev_run(value: Any) -> int | bool:
-    """A number of batches of each kind; True means one."""
+    """Return the number of batches of each kind; True means one."""
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
@@ -104,7 +104,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """``val_check_interval`` as (batches or fraction, seconds or None)."""
+    """Return ``val_check_interval`` as (batches or fraction, seconds or None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -216,7 +216,7 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
 
 
 def check_switch(name: str, value: T, none: bool = False) -> T:
-    """A bool; with ``none`` also None, where the default depends on something else."""
+    """Return a bool; with ``none``, also None, where the default depends on something else."""
     if isinstance(value, bool) or (value is None and none):
         return value
     hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
@@ -276,7 +276,7 @@ class Request:
 
     Attributes:
         again: the run restarts from one of its own checkpoints, and its loggers continue.
-        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and starts from no checkpoint.
+        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and loads no checkpoint.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn

@@ -67,7 +67,7 @@ class Saver:
     waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
 
     Attributes:
-        failed: a write in the background has failed on this process; ``wait`` raises its error.
+        failed: a background write has failed on this process; ``wait`` raises its error.
     """
 
     def __init__(self, run: Run) -> None:
@@ -91,7 +91,7 @@ class Saver:
         """Write one checkpoint of the run to every path. Every rank must call this.
 
         Args:
-            paths: files, or folders under a strategy that writes in parts.
+            paths: files, or folders under a strategy that writes shards.
             weights_only: leave out what only a resume needs.
             background: return as soon as the state is copied; None: only where that is faster (large states, remote
                 storage).

@@ -84,7 +84,7 @@ class TracedOptimizer:
 
 
 class _Data:
-    """A number of a group as a tensor, which a graph treats as data instead of a constant."""
+    """A parameter group's number as a tensor, which a graph treats as data instead of a constant."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")

@@ -106,7 +106,7 @@ class WholeStep:
         return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
-        """The function for a batch, with a graph of its own for each shape.
+        """The function for a batch, with its own graph for each shape.
 
         On a second shape, torch would switch to one graph for all shapes. A resumed run may see the shapes in another
         order, and would then round differently.
@@ -130,7 +130,7 @@ class WholeStep:
     def trace_batch(
         self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: Any
     ) -> tuple[Any, bool, Any]:
-        """One micro-batch and, if it is the last of its window (``complete``), the update.
+        """Run one micro-batch and, if it is the last of its window (``complete``), the update.
 
         Args:
             batch: on its device.
@@ -164,7 +164,7 @@ class WholeStep:
         return with_tensors(output, Tensor.detach), True, total  # backward has freed the graph
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Backward; inside a window gradients are added in place."""
+        """Run backward; inside a window, gradients are added in place."""
         parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -232,7 +232,7 @@ class WholeStep:
     def changing(self) -> tuple[str, str]:
         """Why torch has compiled the step so often that it gave up, and what to do."""
         reason = self.watch.last_reason
-        why = f"the code compiled last no longer applies: {reason}" if reason else "it gives no reason"
+        why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
         return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:

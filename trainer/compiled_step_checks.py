@@ -87,7 +87,7 @@ def check_optimizers(run: Run) -> None:
         _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
     optimizer, name = found[0], type(found[0]).__name__
     if isinstance(optimizer, LBFGS):
-        _refuse(run, f"{name} evaluates the loss several times a step", "Use another optimizer")
+        _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":

@@ -132,7 +132,7 @@ class DataSource:
         elif len(set(found)) > 1:
             self.num_training_batches = min(found)
             messages.warn(
-                f"The train_dataloaders have {', '.join(map(str, found))} batches on the ranks. Each rank uses "
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses "
                 f"{min(found)} per epoch and skips the rest. Give every rank the same number, or let "
                 "Trainer(use_distributed_sampler=True) do the sharding."
             )
@@ -160,7 +160,8 @@ class DataSource:
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
                     f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count across "
+                    "epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -184,11 +185,11 @@ class DataSource:
         owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
-                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+                f"A val_dataloader was given but {owner} has no validation_step, so there is no validation."
             )
         if step and not loader and run.state.fn == "fit":
             messages.warn_once(
-                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+                f"{owner}.validation_step exists, but there is no val_dataloader, so there is no validation."
             )
         return loader and step
 

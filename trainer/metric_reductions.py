@@ -98,11 +98,14 @@ class Record:
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device. If it is shared, every process must call."""
+        """The epoch's value: a number, or a scalar tensor on its device.
+
+        If it is shared, all processes must call this.
+        """
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Whether a checkpoint kept these options (reductions by name, no process group)."""
+        """Whether these options equal the restored ones (reductions by name, no process group)."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -292,7 +295,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Take another process's extreme if it is one for both."""
+        """Take another process's extreme if it is the more extreme one."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 
@@ -401,7 +404,7 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
     on_epoch = not moment.on_step if options.on_epoch is None else options.on_epoch
     if on_step and not moment.step_allowed:
         raise ValueError(
-            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once an epoch. "
+            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once per epoch. "
             "Leave on_step out, or log it in a step."
         )
     if not on_step and not on_epoch:

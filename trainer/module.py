@@ -100,7 +100,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ``training_step(batch)`` and ``training_step(dataloader_iter)`` work too.
 
         Returns:
-            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weigh micro-batches of
+            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weight micro-batches of
             different sizes exactly, the number of items its mean is over under ``"num_items"``; None skips the batch.
         """
         raise NotImplementedError(
@@ -328,7 +328,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
-        """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
+        """Clip the gradients before a step, with the Trainer's settings. Override it to use your own rule."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -498,7 +498,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
             strict: all keys must match; None: the module's ``strict_loading``.
             weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
-            **kwargs: constructor arguments; they win over the saved ones.
+            **kwargs: constructor arguments; they override the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 

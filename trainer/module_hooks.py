@@ -46,10 +46,10 @@ class ModuleHooks:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Once a fit, when the module is on its device and the optimizers exist."""
+        """Once per fit, when the module is on its device and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """Once a fit, after ``on_train_end``."""
+        """Once per fit, after ``on_train_end``."""
 
     def on_train_start(self) -> None:
         """Before the first epoch of a fit."""
@@ -67,7 +67,7 @@ class ModuleHooks:
         """Before each training batch; -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """After each training batch, its update included. ``outputs["loss"]``: detached scalar, shape ()."""
+        """After each training batch, including its update. ``outputs["loss"]``: detached scalar, shape ()."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Before each backward. ``loss``: scalar, shape (), divided by the accumulation, unscaled."""

@@ -208,7 +208,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         settings["interval"] = "step"
         messages.info_once(
             f"{type(scheduler).__name__} advances every optimizer step, so interval='step' is used. Return "
-            "{'scheduler': ..., 'interval': 'epoch'} to advance it once an epoch instead."
+            "{'scheduler': ..., 'interval': 'epoch'} to advance it once per epoch instead."
         )
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     config = SchedulerConfig(**settings)

@@ -169,7 +169,7 @@ class Resumed:
             self._set(states, seed.mixed(self._seed, 1))
 
     def before_fetch(self) -> None:
-        """Restore the random states with which the next batch was fetched."""
+        """Restore the random states that were in effect when the next batch was fetched."""
         states = (self.own or {}).get("random_before_fetch")
         if self._random and states:
             seed.set_random_states(states)
@@ -214,7 +214,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return whether it then knows its position, so that none need to be skipped."""
+        """Restore the loader's state; return whether it then knows its position, so that no batches need skipping."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit, as ``configure_optimizers`` made them."""
+        """The optimizers of the fit, as ``configure_optimizers`` created them."""
         return self._optimizers
 
     @optimizers.setter

@@ -101,8 +101,8 @@ def with_origins(
     """The final arguments, and a table of where each comes from, followed by the settings that were given.
 
     Args:
-        given: the arguments by name; those left out take what launch flags, variables or the settings file say.
-        defaults: the Trainer's. An argument with its default value counts as left out.
+        given: the arguments by name; arguments left out are taken from launch flags, variables or the settings file.
+        defaults: the Trainer's defaults. An argument with its default value counts as left out.
         variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
     """
     variables, read = variables or {}, given
@@ -205,7 +205,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The arguments that settings fill, with the place of each."""
+    """The arguments that settings fill, and where each value comes from."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,

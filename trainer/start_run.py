@@ -152,7 +152,7 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
         elif isinstance(module, nn.Module):
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise TypeError(f"{entry} got {got} as its module; a TrainingModule object is needed.{hint}")
+        raise TypeError(f"{entry} got {got} as its module, but needs a TrainingModule object.{hint}")
     if not is_initialized(module):
         raise TypeError(
             f"{type(module).__name__}.__init__ did not call super().__init__(), so it is not a module yet. Call it "
@@ -290,7 +290,7 @@ def has_forward(module: TrainingModule) -> bool:
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
-    """A hint at a method of the module that may be a misspelled ``name``."""
+    """A hint about a method of the module that may be a misspelled ``name``."""
     close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
     return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
 
@@ -373,7 +373,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
 
 
 def setup_optimizers(run: Run) -> None:
-    """Make optimizers and schedulers."""
+    """Create optimizers and schedulers."""
     module = run.module
     optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}

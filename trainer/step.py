@@ -231,7 +231,7 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
     def step_through_module(self, closure: Callable[[], Any]) -> None:
-        """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
+        """Run the module's ``optimizer_step``, then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)

@@ -473,7 +473,7 @@ class Trainer:
             return run_in_processes(self, launcher, request)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are made on the run's device and in its dtype.
+        """Context in which layers are created on the run's device and in its dtype.
 
         Args:
             empty_init: True: under a strategy that shards, create them without memory; each process then gets its

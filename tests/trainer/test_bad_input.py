@@ -331,7 +331,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"plugins": [MixedPrecision(), TruePrecision()]},
         ValueError,
-        ("MixedPrecision", "TruePrecision", "each of which is a Precision", "Leave one out"),
+        ("MixedPrecision", "TruePrecision", "only one Precision is allowed"),
     ),
     (
         lambda: {"strategy": SingleDevice("cpu", TruePrecision("bf16-true")), "precision": "64-true"},
@@ -438,7 +438,7 @@ class Data(DataModule):
     [
         (TinyModule, ("Trainer.fit() got the class TinyModule", "TrainingModule object", "Did you mean TinyModule()?")),
         (nn.Linear(1, 1), ("Trainer.fit() got Linear", "TrainingModule object", "Make it an attribute")),
-        (3, ("Trainer.fit() got int", "a TrainingModule object is needed")),
+        (3, ("Trainer.fit() got int", "needs a TrainingModule object")),
         (None, ("Trainer.fit() needs a module", "Pass it as the first argument")),
     ],
 )
@@ -1216,7 +1216,7 @@ def test_logging_a_step_value_where_there_is_no_step_is_refused(trainer: Trainer
         lambda: trainer.fit(module, tiny_loader()),
         ValueError,
         "self.log('x', on_step=True)",
-        "once an epoch",
+        "once per epoch",
         "Leave on_step out",
     )
 
