@@ -183,12 +183,12 @@ class ThroughputMonitor(Callback):
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if function is not None and not callable(function):
                 raise TypeError(
-                    f"ThroughputMonitor({name}={function!r}) is not a function. "
+                    f"ThroughputMonitor: {name}={function!r} is not a function. "
                     "Pass one that takes a batch and returns a number, or None."
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor(window_size={window_size!r}) is not a number of batches to average over. Pass an "
+                f"ThroughputMonitor: window_size={window_size!r} is not a number of batches to average over. Pass an "
                 "integer of at least 2."
             )
         self.batch_size_fn = batch_size_fn or _batch_size

@@ -141,7 +141,7 @@ _NOT_HERE = {
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger"
     ),
-    "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
+    "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",

@@ -42,7 +42,7 @@ for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightnin
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
 assert _TORCH_GREATER_EQUAL_2_1 is True and _RICH_AVAILABLE is True and _SOMETHING_AVAILABLE is False
 from lightning.pytorch.strategies import XLAStrategy
-for call, text in ((lambda: XLAStrategy(), "does not drive TPUs"), (lambda: pl.Trianer, "Did you mean 'Trainer'")):
+for call, text in ((lambda: XLAStrategy(), "does not support TPUs"), (lambda: pl.Trianer, "Did you mean 'Trainer'")):
     try:
         call()
     except (NotImplementedError, AttributeError) as error:

@@ -79,7 +79,7 @@ def test_paceline_s_own_writes_what_is_written_without_it(
 def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet, plugins=[TruePrecision("bf16-true"), TorchCheckpointIO(), TorchSyncBatchNorm()])
     assert (trainer.precision, trainer.sync_batchnorm) == ("bf16-true", True)
-    with pytest.raises(ValueError, match="'TruePrecision' and 'MixedPrecision', each of which is a Precision"):
+    with pytest.raises(ValueError, match="'TruePrecision' and 'MixedPrecision', but only one Precision is allowed"):
         Trainer(**quiet, plugins=[TruePrecision("bf16-true"), MixedPrecision()])
     with pytest.raises(TypeError, match=r"got a str\. Pass a Precision, a CheckpointIO"):
         Trainer(**quiet, plugins="ddp")
