@@ -52,7 +52,7 @@ def set_rank(rank: int | None) -> None:
 
 
 def rank() -> int:
-    """The index of this process among all, 0-based."""
+    """This process's rank among all, 0-based."""
     if _rank is not None:
         return _rank
     value = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
@@ -169,7 +169,7 @@ def debug_once(text: str) -> None:
 
 
 def forget() -> None:
-    """Let every once-only message be printed again."""
+    """Allow every once-only message to be printed again."""
     _said.clear()
 
 
@@ -186,7 +186,7 @@ def path(value: Any) -> str:
     text = str(value)
     try:
         below = os.path.join(os.getcwd(), "")
-    except FileNotFoundError:  # somebody deleted the working directory
+    except FileNotFoundError:  # the working directory was deleted
         return text
     return text if text == below else text.removeprefix(below)
 

@@ -1,4 +1,4 @@
-"""Choice of the checkpoints that a fit keeps, and of their names."""
+"""Choose which checkpoints a fit keeps, and their names."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Whether there is anything to save. There is not in trial runs and before the first step."""
+        """Whether to save at all. Nothing is saved in trial runs or before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it ranks, then ``last``, and tell the loggers.
+        """Write a file for this step if it ranks, then ``last``, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
@@ -279,8 +279,9 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         """Write one checkpoint under all its names, and delete the files that it replaces.
 
-        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. With ``path``
-        None only ``last`` is written; ``gone`` are the files that it replaces in the ranking, None if it is not ranked.
+        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. If ``path`` is
+        None, only ``last`` is written. ``gone`` lists the files that the checkpoint pushes out of the ranking; it is
+        None for an unranked checkpoint.
         """
         before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
@@ -349,7 +350,7 @@ class CheckpointKeeper(Checkpoint):
         return None if not path or path == str(trainer.current_run.newest) else storage.absolute(path)
 
     def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
-        """Tell the user and the loggers that a save is done."""
+        """Report a finished save to the user and the loggers."""
         if self.verbose and path:
             reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
             messages.info(f"Step {self._saved_step}: {reached}saved {path!r}.")
@@ -517,12 +518,12 @@ _CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path"
 def _check_top_k(save_top_k: int, monitor: str | None) -> None:
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(
-            f"ModelCheckpoint(monitor={monitor!r}) does not name a metric. "
+            f"ModelCheckpoint: monitor={monitor!r} does not name a metric. "
             "Pass the name that you give to self.log, such as 'val_loss', or None to keep the newest."
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}) is not a number of files to keep. "
+            f"ModelCheckpoint: save_top_k={save_top_k!r} is not a number of files to keep. "
             "Pass a whole number, -1 to keep all, or 0 to keep none."
         )
     if monitor is None and save_top_k > 1:
@@ -535,7 +536,7 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
 def _whether_last(save_last: bool | str | None) -> bool:
     if save_last not in (None, False, True, "link"):
         raise ValueError(
-            f"ModelCheckpoint(save_last={save_last!r}) does not say whether to keep a 'last' file. Pass True or False."
+            f"ModelCheckpoint: save_last={save_last!r} does not say whether to keep a 'last' file. Pass True or False."
         )
     if save_last == "link":
         messages.info_once(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """When a :class:`BasePredictionWriter` writes."""
+    """When a :class:`BasePredictionWriter` writes; each equals its string."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -28,11 +28,11 @@ class WriteInterval(str, Enum):
 
     @property
     def on_epoch(self) -> bool:
-        """Whether it writes after the last batch."""
+        """Whether it writes at the end of the run."""
         return self is not WriteInterval.BATCH
 
 
-_INTERVALS = tuple(one.value for one in WriteInterval)
+_INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
@@ -73,7 +73,7 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Store what ``predict_step`` returned for one batch, which is still on its device.
 
-        ``batch_indices`` are the indices of its samples in the data set, or None if the loader has no batch sampler.
+        ``batch_indices`` are the indices of its samples in the dataset, or None if the loader has no batch sampler.
         """
         raise NotImplementedError(self._unwritten("write_on_batch_end"))
 
@@ -88,7 +88,7 @@ class BasePredictionWriter(Callback):
 
         ``predictions`` are as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
         there are several. They are kept even with ``return_predictions=False``. ``batch_indices`` has for each loader a
-        list with each batch's indices in the data set.
+        list with each batch's indices in the dataset.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 

@@ -58,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
-                f"TQDMProgressBar(process_position={process_position!r}) is not a number of lines. "
+                f"TQDMProgressBar: process_position={process_position!r} is not a number of lines. "
                 "Pass 0, or how many lines of the terminal belong to other runs."
             )
         if refresh_rate > 0:

@@ -49,7 +49,7 @@ class Manifest:
         world_size: number of processes of the run.
         versions: versions of paceline, torch and python.
         runs: the marks of the run that wrote it.
-        line: the mark of the callback that keeps it, the same in every run that resumed from another; else empty.
+        line: the mark of the callback that manages it, kept by every run that resumes; empty if there is none.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file of a folder (without the manifest), or of each record of a file.
     """
@@ -71,7 +71,7 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote addresses."""
+        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote URLs."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 

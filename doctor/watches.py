@@ -170,7 +170,7 @@ class Compilations:
         self._clock.enter(self._before)
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._watch is not None:
             off_compiling(self._enter, self._leave)
 

@@ -13,8 +13,8 @@ from .. import messages
 class Logger(ABC):
     """Base class of loggers, which send a run's values to a file or a service.
 
-    The trainer calls every method on rank 0 only, from the training thread. A slow logger should write in a thread or
-    process of its own.
+    The trainer calls every method on rank 0 only, from the training thread. A slow logger should write in its own
+    thread or process.
     """
 
     group_separator: str = "/"
@@ -66,13 +66,13 @@ class Logger(ABC):
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log values of one step, which need not be numbers, if this logger can show them.
 
-        ``options`` are those of the specific logger.
+        ``options`` depend on the logger.
         """
         if options:
             raise TypeError(
                 f"{type(self).__name__} takes no options for a record, but got {', '.join(options)}. Remove them."
             )
-        self.log_metrics(values, step)
+        self.log_metrics(metrics=values, step=step)
 
     @abstractmethod
     def log_hyperparams(

@@ -1,4 +1,4 @@
-"""Base of loggers that write each run to a folder of its own."""
+"""Base of loggers that write each run to its own folder."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class FolderLogger(Logger):
         who = type(self).__name__
         if "://" in os.fspath(save_dir):
             raise ValueError(
-                f"{who}(save_dir={os.fspath(save_dir)!r}) is a URL, but this logger writes local files. "
-                "Give a local or mounted folder and copy it afterwards."
+                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. "
+                "Pass a local or mounted folder and copy it afterwards."
             )
         if not _is_version(version):
             raise ValueError(
-                f"{who}(version={version!r}) is not a version: a version is a number from 0 or the name of a folder. "
+                f"{who}: version={version!r} is not a version: a version is a number from 0 or the name of a folder. "
                 "Set version=3 or version='my_run', or leave it out for the next free number."
             )
         self.hparams: dict[str, Any] = {}

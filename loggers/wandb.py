@@ -150,7 +150,7 @@ class WandbLogger(Logger):
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log anything that wandb shows: numbers, texts, images, tables; ``options`` are those of wandb's ``run.log``.
+        """Log anything that wandb shows: numbers, strings, images, tables; ``options`` are passed to ``wandb.Run.log``.
 
         With ``commit=False`` the values share a row with the next ones.
         """
@@ -239,7 +239,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log texts as a table."""
+        """Log strings as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:

@@ -44,7 +44,6 @@ _HOMES = {
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
     "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
-    "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.demos": (
         "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
         "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
@@ -55,6 +54,7 @@ _HOMES = {
         "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
         "sized_len convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
     ),
+    "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -79,7 +79,7 @@ _HOMES = {
     "tuner.batch_size_finder": "BatchSizeFinder",
     "tuner.lr_finder": "LearningRateFinder",
     "tuner.tuner": "Tuner",
-    "utilities.data": "has_iterable_dataset has_len suggested_max_num_workers",
+    "utilities.data": "has_iterable_dataset has_len has_len_all_ranks suggested_max_num_workers",
     "utilities.enums": "GradClipAlgorithmType",
     "utilities.gradients": "grad_norm",
     "utilities.overriding": "is_overridden",
@@ -141,9 +141,8 @@ _NOT_HERE = {
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger"
     ),
-    "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
+    "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
-    "ask each rank": "has_len_all_ranks",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
@@ -215,6 +214,7 @@ _PRIVATE = {
     "fabric.fabric": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": "isolate_rng",
+    "fabric.utilities.testing": "_runif_reasons",
     "fabric.utilities.types": _TYPES,
     "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects",
     "pytorch._graveyard": "",
@@ -233,6 +233,9 @@ def _table() -> dict[str, dict[str, Target]]:
         names = table[f"lightning.fabric.loggers{module}"]
         for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
             names[name] = Target("compat.lightning.fabric_loggers", name)
+    for module in ("", ".throughput"):
+        names = table[f"lightning.fabric.utilities{module}"]
+        names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
     # What describes a module has the name of the callback that prints it.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]

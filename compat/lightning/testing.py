@@ -60,21 +60,21 @@ def runif_reasons(
     dynamo: bool = False,
     **packages: bool,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Why a test cannot run here, and the marks that it gets.
+    """Return why a test cannot run here, and the marks that it gets.
 
     Args:
-        min_cuda_gpus: so many GPUs.
+        min_cuda_gpus: at least this many GPUs.
         min_torch: this version or a later one.
         max_torch: a version before this one.
         min_python: this version or a later one.
         bf16_cuda: a GPU that computes in bfloat16.
-        tpu: a TPU; there never is one.
-        mps: True: an Apple GPU; False: none.
+        tpu: a TPU, which is never available.
+        mps: True: an Apple GPU; False: no Apple GPU.
         skip_windows: not Windows.
         linux_only: Linux.
-        standalone: that the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
+        standalone: the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
         dynamo: ``torch.compile``.
-        **packages: that a package is installed.
+        **packages: True for each package that must be installed.
     """
     reasons: list[str] = []
     marks: dict[str, bool] = {}

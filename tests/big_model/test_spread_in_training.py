@@ -66,7 +66,7 @@ def test_a_loop_of_ones_own_leaves_it_where_it_is(tmp_path: Path, caplog: pytest
     model, whole = spread(tmp_path)
     with caplog.at_level("INFO"):
         prepared = Accelerator(cpu=True).prepare(model)
-    assert "Net stays where its device map has put it" in caplog.text
+    assert "Net stays on the devices of its device map" in caplog.text
     with torch.inference_mode():
         assert torch.equal(prepared(X), whole(X))
 
@@ -76,7 +76,7 @@ def test_many_processes_refuse_it(strategy: Any, tmp_path: Path, monkeypatch: py
     model, _ = spread(tmp_path)
     monkeypatch.setattr(type(strategy), "world_size", 2)
     strategy.device = torch.device("cpu")
-    with pytest.raises(RuntimeError, match=r"Net was spread by .* 2 processes .* load_checkpoint_in_model"):
+    with pytest.raises(RuntimeError, match=r"Net was dispatched by .* 2 processes .* load_checkpoint_in_model"):
         strategy.places(Module(model))
 
 

@@ -95,6 +95,8 @@ def test_hooks_of_a_subclass_are_called_at_every_interval(interval: Any) -> None
             super().on_predict_epoch_end(trainer, pl_module)
 
     writer = Mine(interval)
+    assert writer.interval == interval
+    assert (writer.interval.on_batch, writer.interval.on_epoch) == ("batch" in interval, "epoch" in interval)
     predict(writer, tiny_loader(2))
     assert writer.called == ("start", "epoch_end")
     assert (len(writer.batches), len(writer.epochs)) == (2 * ("batch" in interval), int("epoch" in interval))

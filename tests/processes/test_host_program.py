@@ -117,7 +117,7 @@ def test_the_host_of_a_program(programs: Path, command: list[str], stdin: str, h
 
 # ---- described hosts -----------------------------------------------------------------------------------------------
 
-COPIED = "CUDA was already used in this process, and a forked copy of it cannot use CUDA"
+COPIED = "CUDA was already used in this process, and a fork of it cannot use CUDA"
 
 
 @pytest.mark.parametrize(

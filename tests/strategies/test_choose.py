@@ -137,5 +137,5 @@ def test_a_strategy_for_several_may_repeat_how_many() -> None:
     assert choose_strategy(strategy, "cpu", 4, 2) is strategy
     with pytest.raises(ValueError, match=r"devices=8\) contradicts the Several"):
         choose_strategy(strategy, "cpu", 8, 2)
-    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts the Several it was given, which has 2"):
+    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts the Several it was given, whose num_nodes is 2"):
         choose_strategy(strategy, "cpu", 4, 4)

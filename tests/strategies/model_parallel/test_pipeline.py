@@ -523,7 +523,7 @@ class Fails(Language):
     ("module", "kind", "says"),
     [
         (Skips, RuntimeError, "needs the value of a tensor that an earlier stage computes"),
-        (Shortcut, RuntimeError, "ended without a call of blocks.2"),
+        (Shortcut, RuntimeError, "ended without calling blocks.2"),
         (NoLoss, TypeError, "returned None for a micro-batch"),
         (Manual, ValueError, "manual optimization"),
         (Newton, ValueError, "LBFGS needs all weights"),
@@ -542,7 +542,7 @@ def test_what_a_pipeline_cannot_run_is_said(module: Any, kind: type[Exception], 
     ("options", "says"),
     [
         ({"pipeline_schedule": "1f2b"}, "Unknown pipeline schedule '1f2b'. Did you mean '1f1b'?"),
-        ({"virtual_stages": 2}, "one stage on each process"),
+        ({"virtual_stages": 2}, "one stage per process"),
         ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is the same as '1f1b'"),
         ({"microbatches": 0}, "microbatches=0 is not a whole number of 1 or more"),
         ({"data_parallel_shard": 2}, "cannot be sharded"),
