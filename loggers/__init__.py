@@ -9,7 +9,6 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from .base import DummyLogger as DummyLogger
     from .base import Logger as Logger
-    from .base import rank_zero_experiment as rank_zero_experiment
     from .csv import CSVLogger as CSVLogger
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
     from .wandb import WandbLogger as WandbLogger
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 lazy_names(
     globals(),
     {
-        "base": "DummyLogger Logger rank_zero_experiment",
+        "base": "DummyLogger Logger",
         "csv": "CSVLogger",
         "tensorboard": "TensorBoardLogger",
         "wandb": "WandbLogger",

@@ -255,11 +255,14 @@ class WandbLogger(Logger):
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log sounds (arrays or paths); arguments as for :meth:`log_image`, such as ``sample_rate=[16000]``."""
+        """Log sounds (arrays or paths), like :meth:`log_image`, for example with ``sample_rate=[16000]``.
+
+        wandb needs the package soundfile for this.
+        """
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log videos (arrays or paths); arguments as for :meth:`log_image`, such as ``fps=[10]``."""
+        """Log videos (arrays or paths), like :meth:`log_image`, for example with ``fps=[10]``."""
         self._log_media("Video", key, videos, step, kwargs)
 
     def _log_media(

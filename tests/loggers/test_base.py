@@ -8,8 +8,8 @@ import pytest
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer, messages
-from paceline.loggers import DummyLogger, rank_zero_experiment
-from paceline.loggers.base import Nothing
+from paceline.loggers import DummyLogger
+from paceline.loggers.base import Nothing, rank_zero_experiment
 
 
 def test_a_dummy_logger_has_every_method_with_any_arguments() -> None:
