@@ -347,7 +347,7 @@ class FitLoop:
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
-            messages.warn_once(
+            messages.info_once(
                 f"This fit makes {updates} updates, so no step metrics reach the loggers with "
                 f"log_every_n_steps={run.trainer.log_every_n_steps}. Lower it to see them."
             )

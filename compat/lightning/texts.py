@@ -44,6 +44,7 @@ def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         loader = method(source)
         if is_new and loader is not None:
             _advise(source.run.trainer, [loader], HOOK["train"])
+            _advise_interval(source.run.trainer, source.num_training_batches)
         return loader
 
     return train
@@ -67,6 +68,14 @@ def _advise(trainer: Any, loaders: Iterable[Any], name: str) -> None:
         if isinstance(loader, DataLoader):
             _advise_workers(trainer, loader, name)
         advise_about_length(loader, name)
+
+
+def _advise_interval(trainer: Any, batches: int | float) -> None:
+    if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
+        messages.warn(
+            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower it to log "
+            "the values of steps in each epoch."
+        )
 
 
 def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
