@@ -232,7 +232,7 @@ def _delete(state: Location) -> None:
 
 
 def files_of(state: Location) -> Files:
-    """The files that hooks wrote beside a state."""
+    """The files that hooks wrote next to a state."""
     return section_of(state).get("accelerator", {}).get("files", {})
 
 

@@ -221,7 +221,7 @@ class TensorBoardTracker(LoggerTracker):
 class WandBTracker(LoggerTracker):
     """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
 
-    The run, also ``wandb.run``, exists after ``init_trackers``.
+    The run (also available as ``wandb.run``) exists after ``init_trackers``.
     """
 
     name = "wandb"
