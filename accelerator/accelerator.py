@@ -364,7 +364,7 @@ class Accelerator(Facts):
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide complete gradients by the fp16 loss scale, once. Clipping does this by itself.
+        """Divide complete gradients by the fp16 loss scale, once. Clipping does this automatically.
 
         Args:
             optimizer: one or several prepared optimizers; None for all.
@@ -492,7 +492,7 @@ class Accelerator(Facts):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder on every process; see :meth:`.model_weights.ModelWeights`."""
+        """Write a model's weights to a folder. Every process must call this; see :meth:`.ModelWeights.save_model`."""
         self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:

@@ -186,8 +186,8 @@ class Gradients:
         if apart or not self.prepared.trained:
             what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
             messages.warn_once(
-                f"accelerator.backward was called, but {what}, so the {processes} processes do not average gradients "
-                "and train separately. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+                f"accelerator.backward was called, but {what}, so the {processes} processes train separately, without "
+                "averaging gradients. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
             )
         used = any(loader.epoch > 0 or loader.batches_done > 0 for loader in self.prepared.loaders)
         if not self.state.by_hand and not used:

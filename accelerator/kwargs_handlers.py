@@ -68,7 +68,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         gradient_as_bucket_view: make gradients views of the buckets, to save memory.
         static_graph: every step uses the same parameters.
         comm_hook: how to reduce a bucket: in 16 bits, or compressed to low rank.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which buckets are converted before the hook.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
         comm_state_option: for PowerSGD, arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...).
     """
 

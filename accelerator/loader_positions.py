@@ -271,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """The pass after a saved pass that had ended. A loop that drops all its batches was skipping the saved pass."""
+    """The pass after a saved pass that had ended. If the loop drops all of it, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

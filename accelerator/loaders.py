@@ -45,7 +45,7 @@ class DataLoaderConfiguration:
         split_batches: whether to cut each batch into one part per process; otherwise each process gets whole batches.
         dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means no.
         even_batches: whether all processes get the same number of batches. False: no sample is repeated, so some
-            processes may have one batch less.
+            processes may have one batch fewer.
         use_seedable_sampler: accepted and ignored; the order always depends only on seed and epoch.
         data_seed: seed for shuffling; None for torch's seed.
         non_blocking: accepted and ignored; copies to a GPU use pinned memory and never block.

@@ -49,8 +49,8 @@ class LocalSGD:
         placement = accelerator.prepared.placements.get(id(model))
         if placement is None:
             raise ValueError(
-                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass what "
-                "accelerator.prepare returned for it."
+                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass the model that "
+                "accelerator.prepare returned."
             )
         self.accelerator = accelerator
         self.model = model

@@ -140,7 +140,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return honor_type(first, [concatenate([entry[i] for entry in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([entry[key] for entry in data], dim) for key in first})
-    raise TypeError(f"concatenate got {messages.a(first)} among its tensors. Give tensors, lists, tuples or dicts.")
+    raise TypeError(f"concatenate got {messages.a(first)} among its tensors. Pass tensors, lists, tuples or dicts.")
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

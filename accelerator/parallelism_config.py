@@ -1,4 +1,4 @@
-"""``ParallelismConfig``: the dimensions in which processes share the work."""
+"""``ParallelismConfig``: the dimensions along which processes share the work."""
 
 from __future__ import annotations
 

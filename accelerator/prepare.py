@@ -304,7 +304,7 @@ class Prepared:
         Args:
             joinables: prepared models to train in this context, and optimizers that communicate
                 (ZeroRedundancyOptimizer).
-            even_batches: False: prepared loaders yield every sample once, so some processes may have one batch less;
+            even_batches: False: prepared loaders yield every sample once, so some processes may have one batch fewer;
                 True: all processes get the same number of batches, and nothing is joined; None: keep each loader's
                 setting.
 

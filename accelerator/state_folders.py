@@ -34,13 +34,13 @@ Files = dict[str, list[int]]
 
 @dataclass(eq=False)
 class Folders:
-    """The folders in which one Accelerator saves its states.
+    """The folders where one Accelerator saves its states.
 
     Attributes:
         project: where folders are created, and how many are kept.
         line: id of the run, which a resumed run keeps.
         sequence: number of the last save.
-        folders: folders in which this process has saved, the newest last.
+        folders: folders where this process has saved, the newest last.
         counted: folders whose earlier saves have been counted.
     """
 
@@ -232,7 +232,7 @@ def _delete(state: Location) -> None:
 
 
 def files_of(state: Location) -> Files:
-    """The files that hooks wrote beside a state."""
+    """The files that hooks wrote next to a state."""
     return section_of(state).get("accelerator", {}).get("files", {})
 
 

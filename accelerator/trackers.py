@@ -221,7 +221,7 @@ class TensorBoardTracker(LoggerTracker):
 class WandBTracker(LoggerTracker):
     """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
 
-    The run, also ``wandb.run``, exists after ``init_trackers``.
+    The run (also available as ``wandb.run``) exists after ``init_trackers``.
     """
 
     name = "wandb"
@@ -297,7 +297,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
             f"register_tracker_class({tracker_class.__name__}): the class needs name = '...' and "
-            "requires_logging_directory = True or False, which are read before an object is made."
+            "requires_logging_directory = True or False, which are read before an object is created."
         )
     if _classes.get(name, tracker_class) is not tracker_class:
         messages.warn(

@@ -162,7 +162,7 @@ def read_folder(path: Location) -> Manifest:
     except FileNotFoundError:
         raise ValueError(f"its file {NAME!r} is missing") from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"its file {NAME!r} is not what was written ({error})") from error
+        raise ValueError(f"its file {NAME!r} has changed since it was written ({error})") from error
 
 
 def read_file(stream: IO[bytes]) -> Manifest | None:
@@ -189,7 +189,7 @@ def read_file(stream: IO[bytes]) -> Manifest | None:
 
 
 def _made(found: dict[str, Any]) -> Manifest:
-    """A manifest made from JSON; fields that a later version added are ignored."""
+    """A manifest from JSON data; fields that a later version added are ignored."""
     return Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
 
 

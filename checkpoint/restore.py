@@ -104,7 +104,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         for key, value in own.items()
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
     ]
-    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with another shape"))
+    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with a different shape"))
     return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
 
 

@@ -3,7 +3,7 @@
 A local path is a :class:`pathlib.Path`. A remote URL, such as ``s3://bucket/run``, is a :class:`Remote`, which
 implements the path methods that are needed here through fsspec.
 
-Credentials and endpoints come from where the protocol's package looks for them (for S3 ``~/.aws``,
+Credentials and endpoints come from the places that the protocol's package reads (for S3 ``~/.aws``,
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
 """
 

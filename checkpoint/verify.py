@@ -93,7 +93,7 @@ def _end(stream: IO[bytes]) -> tuple[int, int]:
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """The first damaged record. If all checksums are 0, torch was told not to write any, and nothing is checked."""
+    """The first damaged record. If all checksums are 0, torch was set not to write any, and nothing is checked."""
     records = archive.infolist()
     if any(record.CRC for record in records):
         damaged = archive.testzip()

@@ -81,7 +81,7 @@ class ArgumentParser(_Base):
         if _Base is object:
             package = "jsonargparse[signatures]"
             raise ModuleNotFoundError(
-                messages.missing("A command line made from classes", package), name="jsonargparse"
+                messages.missing("A command line built from classes", package), name="jsonargparse"
             )
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Arguments under which callbacks were added.

@@ -49,7 +49,7 @@ class Source:
         module: the module, built without memory; None if there are only weight files.
         batch: a batch for it, without memory; None if its input is unknown.
         loss: ``loss(module, batch)``, if a factory returned it.
-        notes: assumptions that were made.
+        notes: assumptions behind the estimate.
     """
 
     what: str

@@ -63,7 +63,7 @@ class Report:
         loading: sizes by dtype.
         training: estimates by strategy and precision.
         verdict: sentences about what fits, and alternatives.
-        notes: assumptions that were made.
+        notes: assumptions behind the estimates.
     """
 
     source: Source

@@ -53,7 +53,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script``: whether a script, with arguments of its own, follows the flags.
+    ``script``: whether a script, with its own arguments, follows the flags.
     """
     if script:
         _add_script(parser)

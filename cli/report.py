@@ -1,4 +1,4 @@
-"""``paceline report``: write the page about a run, even a killed one, or compare two runs."""
+"""``paceline report``: write a run's report page, even for a killed run, or compare two runs."""
 
 from __future__ import annotations
 

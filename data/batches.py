@@ -193,7 +193,7 @@ class HandOver:
     The loop iterates over this object, which yields itself once per step.
 
     Args:
-        batches: made with ``lookahead``, so that the last batch is known to be the last.
+        batches: created with ``lookahead``, so that the last batch is known to be the last.
         start: index of the first batch.
         metrics: receives each batch; the batch's size is the weight of logged values.
         dataloader_idx: index of the loader among those of an evaluation.

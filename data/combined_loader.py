@@ -70,7 +70,7 @@ class CombinedLoader:
         if len(loaders) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader.flattened got {len(loaders)} loaders in place of {len(self._flattened)}. "
-                "Pass the same number of loaders, or make a new CombinedLoader."
+                "Pass the same number of loaders, or create a new CombinedLoader."
             )
         self._flattened = list(loaders)
 

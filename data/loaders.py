@@ -143,7 +143,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user made it."""
+    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user created it."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):

@@ -70,7 +70,7 @@ def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
     """Return a copy of a loader that yields this process's part; all processes together see every sample once.
 
     All processes have the same number of batches if possible; otherwise some end with a :func:`surplus` batch. If
-    workers read an iterable dataset, each worker may give some processes one batch more. ``drop_last=True`` drops
+    workers read an iterable dataset, each worker may give some processes an extra batch. ``drop_last=True`` drops
     samples that do not fill a batch, as on one process.
 
     The arguments are the same as for :func:`shard_training`.

@@ -247,7 +247,7 @@ class PlannedLoop(Wiring):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Finish at the program's end unless it failed: the report needs all processes, and a failed one is alone."""
+        """Write the report when the program ends, unless it failed: the report needs every process."""
         if getattr(sys, "last_value", None) is None:
             self._finish()
 

@@ -132,7 +132,7 @@ def _load(path: Path) -> Any:
     except ValueError as error:
         problem = " ".join(str(error).split())
         raise ValueError(
-            f"{path} is not valid {suffix[1:].upper()}, as its suffix says it is: {problem}. Correct the file."
+            f"{path} is not valid {suffix[1:].upper()}, although its suffix is {suffix}: {problem}. Correct the file."
         ) from None
 
 

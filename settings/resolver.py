@@ -121,8 +121,8 @@ def resolve(
     Args:
         code: values from the program, by setting name; a :class:`Given` also says where it was given.
         flags: values from a launcher's command line.
-        config_file: the file to read; None to look in the environment, the folder and the user's own place.
-        environment: environment variables; None for those of this process.
+        config_file: the file to read; None searches the environment, the current folder and the user's folder.
+        environment: environment variables; None for this process's variables.
         door: the class that ``code`` was passed to, for messages.
         late_variables: values from other variables, with lower priority than the settings' own variables.
 

@@ -163,7 +163,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 def test_other_shapes_are_an_error_and_strict_false_loads_what_matches(tmp_path: Path):
     module = saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit Sized: 2 with another shape \(hidden\.weight \(5, 4\) in the file"
+        RuntimeError, match=r"does not fit Sized: 2 with a different shape \(hidden\.weight \(5, 4\) in the file"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=6)
     content = single_file.read(tmp_path / "x.ckpt")
