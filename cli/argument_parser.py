@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,11 +27,13 @@ else:
         from jsonargparse import ArgumentParser as _Base
         from jsonargparse import Namespace
         from jsonargparse.typing import class_from_function
-    except ModuleNotFoundError:  # the names can still be imported; creating a parser raises
+    except ImportError:  # missing or too old: the names can still be imported; creating a parser raises
         from argparse import Namespace
 
         _Base = object
 
+#: The first version of jsonargparse that has everything that is used here.
+_OLDEST = "4.49"
 #: Accepted command line arguments: a list of words, or a dict or Namespace of values. None: ``sys.argv``.
 ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 #: Type of an ``__init__`` argument that creates an optimizer from parameters: ``self.optimizer(self.parameters())``.
@@ -79,10 +82,7 @@ class ArgumentParser(_Base):
         **kwargs: Any,
     ) -> None:
         if _Base is object:
-            package = "jsonargparse[signatures]"
-            raise ModuleNotFoundError(
-                messages.missing("A command line built from classes", package), name="jsonargparse"
-            )
+            raise _no_parser()
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Arguments under which callbacks were added.
         self.callback_keys: list[str] = []
@@ -186,6 +186,18 @@ def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A class and its arguments in the form that :func:`instantiate_class` takes."""
     values = arguments if isinstance(arguments, dict) else vars(arguments)
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": dict(values)}
+
+
+def _no_parser() -> ImportError:
+    """The error for a missing or too old jsonargparse."""
+    what, package = "A command line built from classes", "jsonargparse"
+    if not messages.is_installed(package):
+        return ModuleNotFoundError(messages.missing(what, f"{package}[signatures]"), name=package)
+    return ImportError(
+        f"{what} needs {package} {_OLDEST} or newer, but {version(package)} is installed. Run: pip install "
+        f"'{package}[signatures]>={_OLDEST}'",
+        name=package,
+    )
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:

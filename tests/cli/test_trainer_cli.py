@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import pickle
 import sys
+import types
 import typing
 from collections.abc import Callable
 from datetime import timedelta
@@ -647,3 +649,18 @@ def test_the_config_of_a_strategy_makes_the_same_strategy_again() -> None:
     again = made("--config=again.yaml").trainer.strategy
     assert isinstance(again, strategies.DDPStrategy)
     assert again.timeout == timedelta(minutes=5)
+
+
+def test_with_a_jsonargparse_that_is_too_old_names_can_be_imported_and_parsers_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse.typing", types.ModuleType("jsonargparse.typing"))
+    file = sys.modules[ArgumentParser.__module__].__file__ or ""
+    spec = importlib.util.spec_from_file_location("paceline.cli.argument_parser_again", file)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.instantiate_class((), {"class_path": "torch.nn.Identity"}).__class__ is nn.Identity
+    with pytest.raises(ImportError, match=r"needs jsonargparse 4\.49 or newer, but [\d.]+ is installed\. Run: pip"):
+        again.ArgumentParser()
