@@ -23,7 +23,7 @@ from .empty_init import put
 from .weight_files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
-#: Attribute of a model with the names of its deferred parameters.
+#: The model's attribute that holds the names of its deferred parameters.
 _NAMES = "_paceline_noted"
 _noting: ContextVar[bool] = ContextVar("noting", default=False)
 

@@ -1,4 +1,4 @@
-"""Device maps: the device of each part of a model, by the name of a module or tensor."""
+"""Device maps: the device for each part of a model, by the name of a module or tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DeviceMap = dict[str, Device]
 
 
 def is_offloaded(device: Any, main_device: Any) -> bool:
-    """Whether weights on ``device`` are fetched to the main device to run."""
+    """Whether weights on ``device`` must be fetched to the main device to be used."""
     return device == "disk" or (_is_host(device) and not _is_host(main_device))
 
 

@@ -212,9 +212,9 @@ def _place(
 def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
     value, dtype, in_file = found
     if folder is None:
-        why = f", while its file has {value.dtype}" if in_file else ""
+        why = f", but its file has {value.dtype}" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
+            f"device_map puts {name!r} on disk as {dtype}{why}, and there is no folder to write it to. Pass "
             "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), a folder with "
             "enough space for the weights."
         )
@@ -296,7 +296,7 @@ def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) ->
 
 
 def _remove_dispatch(model: nn.Module) -> None:
-    """Remove the hooks of an earlier dispatch. Values and other hooks stay as they are."""
+    """Remove the hooks of an earlier dispatch. Values and other hooks do not change."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)

@@ -129,7 +129,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         hook.detach_hook(module)
         old = vars(module).pop("_old_forward")
         vars(module).pop("forward", None)
-        if getattr(old, "__func__", None) is not type(module).forward:  # the user had replaced it before
+        if getattr(old, "__func__", None) is not type(module).forward:  # the user had already replaced it
             vars(module)["forward"] = old
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse)

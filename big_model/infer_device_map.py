@@ -1,4 +1,4 @@
-"""Make a device map from the sizes of a model's parts and the limits of the devices, with a reason for each entry."""
+"""Make a device map from the sizes of a model's parts and the devices' limits, with a reason for each entry."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ def get_balanced_memory(
 ) -> dict[Device, float]:
     """Limits that spread a model evenly over the accelerators.
 
-    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator gets only what does not fit on the
-    others. Other arguments are as for :func:`plan_device_map`.
+    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator only gets parts that do not fit on the
+    others. The other arguments are as for :func:`plan_device_map`.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)

@@ -87,7 +87,7 @@ def load_checkpoint_and_dispatch(
             f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
             "here a strategy is about to shard them. Call load_checkpoint_in_model(model, checkpoint)."
         )
-    weight_files(Path(checkpoint))  # raise before a plan is printed
+    weight_files(Path(checkpoint))  # raises before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
     main = None
     if isinstance(device_map, str):
@@ -165,7 +165,7 @@ def load_checkpoint_in_model(
         raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:
-        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point dtype, or None.")
+        raise ValueError(f"dtype={wanted} would round weights to integers. Pass a floating-point dtype, or None.")
     with sharded_loading.together(model):
         files = weight_files(Path(checkpoint))
         if device_map is not None:

@@ -28,7 +28,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
-    """Blocks, by name: modules held by containers, of a class that containers hold at least twice.
+    """Blocks, by name: modules in containers whose class occurs at least twice in containers.
 
     Modules inside a block belong to that block, even if they repeat there (layers in its own containers, experts).
     """

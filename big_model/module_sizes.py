@@ -1,4 +1,4 @@
-"""Sizes of a model's parts in bytes, and its tied parameters."""
+"""Compute the sizes of a model's parts in bytes, and find its tied parameters."""
 
 from __future__ import annotations
 

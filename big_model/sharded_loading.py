@@ -23,7 +23,7 @@ HOLDER = "_paceline_fsdp"
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing if there cannot be one."""
+    """Whether a tensor is a DTensor. Does not import DTensor: if it was never imported, the tensor cannot be one."""
     torch_tensors = sys.modules.get("torch.distributed.tensor")
     return torch_tensors is not None and isinstance(tensor, torch_tensors.DTensor)
 
@@ -137,7 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Context in which an error on one process is raised on all processes that share the sharded model."""
+    """Context that raises an error from one process on all processes that share the sharded model."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]

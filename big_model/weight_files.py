@@ -276,7 +276,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """The address ranges of mapped files; a file that the system lists in pieces is one range."""
+    """The address ranges of mapped files; a file that the system lists in several pieces becomes one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []

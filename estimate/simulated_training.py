@@ -46,7 +46,7 @@ class Copier:
         self._made: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape and layout."""
+        """A tensor with the same shape and layout."""
         if id(tensor) not in self._made:
             dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
@@ -112,7 +112,7 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which tensors take no memory and are recorded."""
+        """Context that records tensors and gives them no memory."""
         several = fake_group(self.strategy) if isinstance(self.strategy, FSDPStrategy) else nullcontext()
         with several, self.mode, self.ledger.watching():
             yield

@@ -119,7 +119,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which operations and resized storages are recorded."""
+        """Context that records operations and resized storages."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:

@@ -24,7 +24,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """How a Trainer or an Accelerator spells each piece of advice."""
+    """The arguments for each piece of advice, as a Trainer or an Accelerator spells them."""
 
     accumulate: str
     precision: str
@@ -133,8 +133,8 @@ def explained(error: BaseException, now: Situation) -> BaseException:
         f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
         f"{str(error).splitlines()[0]} It holds weights of {messages.size(sizes.weights)}, gradients of "
-        f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; the most {of_whom} "
-        f"in use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
+        f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; peak {of_whom} "
+        f"use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )
     setattr(found, _EXPLAINED, True)
     return found

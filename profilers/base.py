@@ -120,7 +120,7 @@ class Profiler:
         """Called when everything is bound, before the first batch is fetched."""
 
     def finish(self, trainer: Trainer) -> None:
-        """Called when the run has ended normally on all ranks, which can still communicate."""
+        """Called when the run has ended normally on all ranks. The ranks can still communicate."""
 
     def interrupted(self) -> None:
         """Called when an error or a signal ends the run in this process. Other processes may no longer respond."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
 #: Steps of the default schedule: skipped, warmup, recorded.
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-#: Arguments of the table that are arguments of PyTorchProfiler itself.
+#: Arguments for the table that PyTorchProfiler takes itself.
 _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
 class RegisterRecordFunction:
-    """Context in which the forward pass of each submodule is marked with its name in profiles.
+    """Context that marks each submodule's forward pass with its name in profiles.
 
     The marks read ``[pl][module]torch.nn.modules.linear.Linear: encoder.0``.
 

@@ -88,7 +88,7 @@ def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and layout on the meta device."""
+    """A tensor on the meta device with the same shape and layout."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="meta")
     return from_part(torch.empty_like(tensor.to_local(), device="meta"), tensor)
