@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said_or_raised(tmp_path: Path) -> None:
     ("spoil", "error", "said"),
     [
         (lambda folder: Tied(4), ValueError, r"embed.weight has the shape \(16, 8\).* but \(16, 4\) in Tied"),
-        (lambda folder: next(folder.glob("*-of-*")).unlink(), FileNotFoundError, "1 are missing: model-00001"),
+        (lambda folder: next(folder.glob("*-of-*")).unlink(), FileNotFoundError, "1 of them missing: model-00001"),
         (
             lambda folder: next(folder.glob("*-of-*")).write_bytes(b"x" * 50),
             ValueError,
