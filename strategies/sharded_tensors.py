@@ -70,7 +70,7 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor like ``own``. A value that does not fit is unchanged, so ``load_state_dict`` reports it."""
+    """Shard a full tensor like ``own``. Other values stay unchanged, so that ``load_state_dict`` reports them."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
     return cut(value, own) if fits else value
 
