@@ -132,7 +132,7 @@ class Strategy(Placement, Communication, State):
         return False
 
     def find_latecomers(self, module: nn.Module) -> None:
-        """Look for parameters that were added or unfrozen since the module was wrapped. Called when a pass over a loader begins."""
+        """Look for parameters that were added or unfrozen after wrapping. Called when a pass over a loader begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context in which gradients stay local to their process, regardless of :meth:`sync_gradients`."""
