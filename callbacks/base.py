@@ -12,6 +12,7 @@ When batches are prefetched (on a GPU, or when a loader has no length), the thre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def fit():
         load_state_dict()              # weights, then callbacks (on_load_checkpoint, load_state_dict)
     configure_optimizers()
     on_fit_start()                     # then optimizers, schedulers, counters and random states are restored
+    zero_grad()
     if sanity_checking:
         on_sanity_check_start()
         validate()
@@ -114,7 +116,7 @@ class Callback:
     """Whether this callback's ``on_train_epoch_end`` runs after the module's, when all metrics are known."""
 
     runs_first: bool = False
-    """Whether this callback comes before all others, which then see what it changed."""
+    """Whether this callback comes before all others, so that they see its changes."""
 
     runs_last: bool = False
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
@@ -125,7 +127,7 @@ class Callback:
     skips_together: bool = False
     """Whether this callback's :meth:`around_training_step` judges each loss and skips a batch on all ranks or on none.
 
-    ``training_step`` may then return None on some ranks, and nothing else warns of a loss that is not finite.
+    ``training_step`` may then return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
     _logs_in: TrainingModule | None = None
@@ -338,11 +340,11 @@ class Callback:
         """Called when a checkpoint is loaded, between the module's weights and this callback's ``load_state_dict``."""
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
-        """Return what the trainer calls instead of ``step``, the training step; asked once, when training starts.
+        """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
         The returned function gets ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``, read
         its output and return another one; under automatic optimization None skips the batch. Must not call backward.
-        Not with ``Trainer(compile="step")``, whose step is one graph.
+        Not supported with ``Trainer(compile="step")``, whose step is one graph.
         """
         return step
 
@@ -355,8 +357,8 @@ class Callback:
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
         """Return the batches per optimizer step in an epoch (0-based), or None if this callback does not set them.
 
-        A callback that sets ``trainer.accumulate_grad_batches`` announces it here, so that the number of steps is known
-        before the training.
+        A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
+        before training.
         """
         return None
 
@@ -380,7 +382,7 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 
     Attributes:
         path: the checkpoint.
-        own: whether this run wrote it, so that everything in it is restored; else the fit started with it and restarts.
+        own: whether this run wrote it, so that everything in it is restored; else the fit started from it and restarts.
         blamed: epoch and index of the batch to skip when it comes again, or None.
     """
 
@@ -413,6 +415,13 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
         if any(function is getattr(kind, name, None) for kind in marked):
             return None
     return method
+
+
+def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
+    """Like :func:`overridden`, but a wrapper (``functools.wraps``) around the default method does not count."""
+    method = overridden(owner, name, base)
+    inner = method and unwrap(method)
+    return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method
 
 
 #: Methods of a callback that belong to no moment of the pseudo-code.

@@ -1,4 +1,4 @@
-"""Store the arguments with which a module or data module was made, for logs and checkpoints."""
+"""Store the arguments that a module or data module was created with, for logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from typing import Any
 
 from .. import messages
 
-#: Hyperparameters that say that a command line made the object, and of which class if it was chosen there.
+#: Hyperparameters that mark an object as created by a command line, and name its class if it was chosen there.
 COMMAND_LINE_KEYS = ("_instantiator", "_class_path")
+#: What a checkpoint says of hyperparameters that were an OmegaConf config.
+CONFIG = "omegaconf.DictConfig"
 #: The class that a command line is instantiating, and its arguments as plain data.
 _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed", default=None)
 
@@ -27,7 +29,7 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own.
-        arguments: plain data, where the real ones may be objects that a checkpoint cannot store.
+        arguments: plain data; the real arguments may be objects that a checkpoint cannot store.
     """
     token = _parsed.set((cls, arguments))
     try:
@@ -37,7 +39,7 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries can be read and set as attributes too.
+    """A dict whose entries can also be read and set as attributes.
 
     Example:
         >>> hparams = AttributeDict(lr=0.1)
@@ -70,22 +72,25 @@ class AttributeDict(dict[str, Any]):
 class HyperparametersMixin:
     """Gives a class ``save_hyperparameters()`` and ``hparams``."""
 
-    _hparams: AttributeDict | None = None
-    _hparams_initial: AttributeDict | None = None
+    _hparams: Any = None
+    _hparams_initial: Any = None
     _hparams_name: str | None = None
     _log_hyperparams: bool = False
 
     @property
-    def hparams(self) -> AttributeDict:
-        """Values from :meth:`save_hyperparameters`. They may be changed; a checkpoint stores the current ones."""
+    def hparams(self) -> Any:
+        """Values from :meth:`save_hyperparameters`. They may be changed; a checkpoint stores the current ones.
+
+        An :class:`AttributeDict`, or a ``DictConfig`` with its interpolations if an OmegaConf config was saved.
+        """
         if self._hparams is None:
             self._hparams = AttributeDict()
         return self._hparams
 
     @property
-    def hparams_initial(self) -> AttributeDict:
+    def hparams_initial(self) -> Any:
         """A copy of the hyperparameters as they were when they were saved; loggers receive these."""
-        return _copied(self._hparams_initial or AttributeDict())
+        return _copied(AttributeDict() if self._hparams_initial is None else self._hparams_initial)
 
     def save_hyperparameters(
         self,
@@ -96,9 +101,9 @@ class HyperparametersMixin:
     ) -> None:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args`` all arguments are stored, also those of every subclass or base class whose ``__init__`` is
-        running (a subclass's value wins); calls in a subclass and in its base class add up. Each name is stored with
-        its value at the time of the call.
+        Without ``args`` all arguments are stored, including the arguments of every subclass or base class whose
+        ``__init__`` is running (a subclass's value wins). Calls in a subclass and in its base class add up. Each name
+        is stored with its value at the time of the call.
 
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
@@ -115,9 +120,15 @@ class HyperparametersMixin:
         if not open_ended:
             _check_ignored(type(self).__name__, ignored, arguments or chosen)
         self._log_hyperparams = logger
-        self.hparams.update({key: value for key, value in chosen.items() if key not in ignored})
+        kept = {key: value for key, value in chosen.items() if key not in ignored}
+        if len(args) == 1 and is_config(args[0]):
+            self._hparams = _without(args[0], ignored)
+        elif is_config(self._hparams):
+            self._hparams = AttributeDict(plain_config(self._hparams) | kept)
+        else:
+            self.hparams.update(kept)
         self._hparams_initial = _copied(self.hparams)
-        _advise_about_modules(type(self).__name__, self.hparams)
+        _advise_about_modules(type(self).__name__, kept)
 
     def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
         """Remove entries from the hyperparameters."""
@@ -142,6 +153,8 @@ class HyperparametersMixin:
             return parsed or arguments
         chosen = {key: value for key, value in parsed.items() if key in COMMAND_LINE_KEYS and by_name}
         for arg in args:
+            if is_config(arg) and len(args) == 1:
+                break  # it is kept as it is
             if not isinstance(arg, str):
                 chosen.update(_entries(arg, owner))
             elif arg in arguments:
@@ -190,7 +203,7 @@ def _argument_names(code: CodeType) -> tuple[tuple[str, ...], str | None]:
 
 def _entries(config: Any, owner: str) -> dict[str, Any]:
     """The entries of a configuration object."""
-    config = _plain_config(config)
+    config = plain_config(config)
     if isinstance(config, Mapping):
         return {str(key): value for key, value in config.items()}
     if isinstance(config, Namespace):
@@ -203,12 +216,22 @@ def _entries(config: Any, owner: str) -> dict[str, Any]:
     )
 
 
-def _plain_config(config: Any) -> Any:
-    """An OmegaConf node as (nested) dict and list; anything else unchanged. Does not import the package."""
+def is_config(value: Any) -> bool:
+    """Whether a value is an OmegaConf config with named entries. Does not import the package."""
     omegaconf = sys.modules.get("omegaconf")
-    if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
-        return _attribute_dicts(omegaconf.OmegaConf.to_container(config, resolve=True))
-    return config
+    return omegaconf is not None and omegaconf.OmegaConf.is_dict(value)
+
+
+def plain_config(config: Any, resolve: bool = True) -> Any:
+    """An OmegaConf config as (nested) dict and list, with its interpolations or their values; else the value itself."""
+    if not is_config(config):
+        return config
+    return _attribute_dicts(sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=resolve))
+
+
+def _without(config: Any, ignored: set[str]) -> Any:
+    """A copy of an OmegaConf config without some of its entries."""
+    return sys.modules["omegaconf"].OmegaConf.masked_copy(config, [key for key in config if key not in ignored])
 
 
 def _attribute_dicts(value: Any) -> Any:
@@ -217,12 +240,14 @@ def _attribute_dicts(value: Any) -> Any:
     return [_attribute_dicts(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _copied(hparams: Mapping[str, Any]) -> AttributeDict:
+def _copied(hparams: Any) -> Any:
+    if is_config(hparams):
+        return copy.deepcopy(hparams)
     return AttributeDict({key: _copy_of(value) for key, value in hparams.items()})
 
 
 def _copy_of(value: Any) -> Any:
-    """A deep copy; the value itself if it cannot be copied or is a module, which would only cost memory."""
+    """A deep copy; the value itself if it cannot be copied, or is a module, whose copy would only cost memory."""
     if _is_module(value):
         return value
     try:
@@ -248,7 +273,7 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
 
 
 def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> None:
-    """Warn about a name to ignore that does not exist but is similar to one that does."""
+    """Warn if an ignored name does not exist but resembles one that does."""
     known = list(arguments)
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)

@@ -1,4 +1,4 @@
-"""``load_from_checkpoint``: make a module or data module from the hyperparameters in a file, and load its state."""
+"""``load_from_checkpoint``: create a module or data module from the hyperparameters in a file and load its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import messages
 from ..processes import seed
 from . import restore
 from .hparams_files import read_hparams
-from .hyperparameters import COMMAND_LINE_KEYS, AttributeDict
+from .hyperparameters import COMMAND_LINE_KEYS, CONFIG, AttributeDict
 from .instantiate import are_of_command_line, instantiate_module
 from .objects import names
 from .read import read
@@ -28,7 +28,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
+    """Create an instance from a checkpoint: hyperparameters become ``__init__`` arguments, then the state is loaded.
 
     The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
@@ -60,6 +60,13 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
     restore.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
     wanted = restore.is_strict(module) if strict is None else strict
+    own = module._strict_loading
+    if own is not None and wanted is not own:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}.load_from_checkpoint(strict={strict}) contradicts strict_loading={own}, which {name} sets. Leave "
+            "strict out, or pass the same."
+        )
     restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
@@ -79,11 +86,14 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
     for key in COMMAND_LINE_KEYS:
         saved.pop(key, None)
     name = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    was_config = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_TYPE) == CONFIG
     if name in named:
-        arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
+        values = AttributeDict(saved | given)
+        arguments: dict[str, Any] = {name: _config(cls, values) if was_config else _attribute_dicts(values)}
         known = [*named, *saved]
     else:
-        arguments, known = saved, list(named)
+        arguments = dict(_config(cls, saved)) if was_config else saved
+        known = list(named)
     unknown = [key for key in given if key not in known]
     if unknown and not takes_any:
         raise TypeError(
@@ -95,8 +105,18 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
     return arguments
 
 
+def _config(cls: type, values: Mapping[str, Any]) -> Any:
+    """The OmegaConf config that the hyperparameters were."""
+    if not messages.is_installed("omegaconf"):
+        needs = messages.missing("Loading them", "omegaconf")
+        raise ModuleNotFoundError(f"The hyperparameters of this {cls.__name__} are an OmegaConf config. {needs}")
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(dict(values))
+
+
 def _attribute_dicts(value: Any) -> Any:
-    """The entries of a configuration object, which can be read as attributes too, at every depth."""
+    """The entries of a configuration object, readable as attributes at every depth."""
     if isinstance(value, dict):
         return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
     return value
@@ -106,16 +126,16 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     lacking = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if lacking and apart:
         raise TypeError(
-            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint has "
-            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file "
-            f"names. If you trust the file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
+            f"{', '.join(apart)} as pickled objects. A safe load does not open them, because that runs code that the "
+            f"file names. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
-            kept = "make it plain data, such as a name or numbers to build it from, which a checkpoint can hold"
+            kept = "make it plain data that a checkpoint can store, such as a name or numbers to build it from"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
             f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "

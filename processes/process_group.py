@@ -53,7 +53,7 @@ def leave() -> None:
 
 @dataclass
 class _Room:
-    """Resources that a process group's strategies share: a thread that watches for hangs, gloo groups by timeout."""
+    """What a process group's strategies share: a thread that watches for hangs, and gloo groups by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)

@@ -35,6 +35,7 @@ ARROWS = {
     "compat": {
         "accelerator",
         "trainer",
+        "data",
         "memory",
         "utilities",
         "callbacks",

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.base import Callback, replaced
 from ..data.datamodule import DataModule
 from ..strategies.compile_networks import scope_of
 from . import phases
-from .hooks import method_of, overridden
+from .hooks import method_of, of_one_loader, overridden
 from .loss import LossReader
 from .microbatch_metrics import JoiningStep
 from .module import TrainingModule
@@ -25,7 +26,7 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
 
 
 def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..., Any]:
-    """Bind the module's step to ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
+    """Bind the module's step to ``(batch, batch_idx)``, plus ``dataloader_idx`` if there are several loaders."""
     module = run.module
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
@@ -41,24 +42,25 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """The training step inside everything that checks its loss before the backward pass."""
+    """Wrap the training step in everything that checks its loss before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
         bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
     for callback in run.trainer.callbacks:
-        bound = callback.around_training_step(run.trainer, module, bound)
+        if replaced(callback, "around_training_step", Callback) is not None:
+            bound = callback.around_training_step(run.trainer, module, bound)
     return bound
 
 
 def check_step(module: TrainingModule, name: str) -> None:
-    """Raise if a step cannot be called with any number of loaders."""
+    """Raise if a step's signature fits neither one loader nor several."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
     if inspect.iscoroutinefunction(step):
         raise TypeError(
-            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with def alone."
+            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with a plain def."
         )
     if name == "training_step" or _required(step) < 3:
         _with_arguments(step, name, owner, several_loaders=False)
@@ -83,6 +85,9 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
     more = ", dataloader_idx" if several_loaders else ""
     open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    wants_idx = [p.name for p in positional[2:3]] == ["dataloader_idx"]
+    if wants_idx and _required(step) == 3 and not (several_loaders or keywords or name == "training_step"):
+        raise RuntimeError(of_one_loader(f"{owner}.{name}", f"def {name}(self, batch, batch_idx)"))
     if keywords or _required(step) > passed or (takes == 0 and not open_ended):
         raise TypeError(
             f"{shown}; it is called with (batch, batch_idx{more}). Write it as {name}(self, batch, batch_idx{more})."
@@ -90,7 +95,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
     if open_ended:
         return step
     if several_loaders and takes < 3 and not (takes == 2 and positional[1].name == "dataloader_idx"):
-        raise TypeError(
+        raise RuntimeError(
             f"{shown}, but there are several loaders. Write it as {name}(self, batch, batch_idx, dataloader_idx)."
         )
     if takes == 2 and positional[1].name == "dataloader_idx":
@@ -99,10 +104,10 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """The function between the loader and the step, or None if there is nothing to do."""
+    """Bind what a batch goes through between the loader and the step; None if there is nothing to do."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
+        data = None if run.datamodule is None else replaced(run.datamodule, name, DataModule)
         hooks[name] = data or overridden(run.module, name, TrainingModule)
     strategy = run.strategy
     move = strategy.batch_mover()

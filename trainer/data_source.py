@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..data.combined_loader import end_persistent_workers, length_of
+from ..data.combined_loader import CombinedLoader, end_persistent_workers, length_of
 from ..data.datamodule import DataModule
 from ..data.loaders import (
     advise,
     count_batches,
     eval_loaders,
+    in_structure,
     leaves_of,
     release_shuffling,
     seed_shuffling,
+    shuffles,
     train_loader,
     users_generators,
     without_shuffling,
 )
 from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
+from ..processes.seed import isolate_rng
 from .hooks import overridden
 from .module import TrainingModule
 
@@ -40,7 +44,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run: those passed to the entry point (``given``, by stage), else from the loader hooks."""
+    """The loaders of one run, passed to the entry point (``given``, by stage) or made by the loader hooks."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run
@@ -48,10 +52,12 @@ class DataSource:
         self.train_loader: Any = None
         self.num_training_batches: int | float = INF
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
+        self._shown: dict[str, Any] = {}
         self._loaded_at = 0
+        self._validation_until = INF
         self._agreed_on: Any = None
-        self._is_elsewhere = False  # other processes made the run
-        self._is_mine = False  # the training loader was split here, so that all ranks must draw the same order
+        self._is_elsewhere = False  # the run happened in other processes
+        self._is_mine = False  # the training loader was split here, so all ranks must draw the same order
         #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
         self.last_share = 1.0
 
@@ -65,7 +71,7 @@ class DataSource:
         """Raise if there are no loaders for a stage."""
         if not self.defined(stage):
             owner = type(self.run.trainer.training_module).__name__
-            raise ValueError(
+            raise TypeError(
                 f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
                 f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
             )
@@ -101,7 +107,7 @@ class DataSource:
             with self.run.trainer.profiler.profile("setup_train_dataloader"):
                 loader = train_loader(self._load("train"))
             if self.run.trainer.overfit_batches:
-                loader = without_shuffling(loader)
+                loader = self._in_order(loader, "train")
             whole, loader = loader, self._mine(loader, shard_training)
             self._is_mine = loader is not whole
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
@@ -109,6 +115,15 @@ class DataSource:
             self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
             self._loaded_at = self.run.state.epoch
         return self.train_loader
+
+    def _in_order(self, loader: Any, stage: str) -> Any:
+        """The loader without shuffling, for ``overfit_batches``."""
+        if shuffles(loader):
+            messages.warn_once(
+                f"{HOOK[stage]} shuffles, but Trainer(overfit_batches={self.run.trainer.overfit_batches}) needs the "
+                "same batches in every epoch: its shuffling is turned off."
+            )
+        return without_shuffling(loader)
 
     def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
         """This rank's part of a loader."""
@@ -132,13 +147,13 @@ class DataSource:
         elif len(set(found)) > 1:
             self.num_training_batches = min(found)
             messages.warn(
-                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches; an epoch has "
-                f"{min(found)} on each, the rest is left out. Give every rank as many, or leave the sharding to "
-                "Trainer(use_distributed_sampler=True)."
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses "
+                f"{min(found)} per epoch and skips the rest. Give every rank the same number, or let "
+                "Trainer(use_distributed_sampler=True) do the sharding."
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """A function that asks, for each batch, whether every rank has one; None if the number is known beforehand."""
+        """A function that checks for each batch whether every rank has one; None if the number is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
@@ -149,25 +164,25 @@ class DataSource:
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
-            self.eval.pop("validate", None)
         self.train()
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """The number of batches between validations; inf: validate after the epoch's last."""
+        """The number of batches between validations; inf: validate after the epoch's last batch."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                    f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
+                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count across "
+                    "epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
             return INF
         if batches == INF:
             raise ValueError(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                f"Trainer: val_check_interval={interval} is a fraction of an epoch, but the train_dataloader has no "
                 "length. Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
@@ -184,17 +199,19 @@ class DataSource:
         owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
-                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+                f"A val_dataloader was given but {owner} has no validation_step, so there is no validation."
             )
         if step and not loader and run.state.fn == "fit":
             messages.warn_once(
-                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+                f"{owner}.validation_step exists, but there is no val_dataloader, so there is no validation."
             )
         return loader and step
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
         """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
         run = self.run
+        if run.state.fn == "fit" and run.state.epoch >= self._validation_until:
+            self.eval.pop(kind, None)
         loaders, limits = self.load_evaluation(kind)
         for loader in loaders:
             seed_shuffling(loader, run.state.shuffle_seed, run.state.epoch)
@@ -206,18 +223,44 @@ class DataSource:
         """Make the loaders of a stage, once, with the number of batches that each yields."""
         run = self.run
         if kind not in self.eval:
-            loaders = eval_loaders(self._load(kind))
+            with isolate_rng() if self.reloads() else nullcontext():  # a resumed run calls the hook in other epochs
+                loaders = eval_loaders(given := self._load(kind))
+            self._validation_until = self._keeps_validation_until()
             if run.trainer.overfit_batches and kind == "validate":
-                loaders = [without_shuffling(loader) for loader in loaders]
+                loaders = [self._in_order(loader, kind) for loader in loaders]
             loaders = [self._mine(loader, shard_evaluation) for loader in loaders]
             limits = [count_batches(one, self.limit(kind), HOOK[kind]) for one in loaders]
             for loader in loaders:
                 advise(loader, HOOK[kind])
             self.eval[kind] = (loaders, limits)
+            self._shown[kind] = in_structure(given, loaders)
         return self.eval[kind]
 
+    def reloads(self) -> bool:
+        """Whether this fit calls the loader hooks again after some epochs."""
+        return self.run.state.fn == "fit" and self.run.trainer.reload_dataloaders_every_n_epochs > 0
+
+    def _keeps_validation_until(self) -> int | float:
+        """The epoch from which a validation needs new loaders.
+
+        Those of a sanity check are kept if its epoch validates too.
+        """
+        state, trainer = self.run.state, self.run.trainer
+        if not self.reloads():
+            return INF
+        if state.stage == "sanity_check" and trainer.check_val_every_n_epoch not in (None, 1):
+            return state.epoch
+        return state.epoch + trainer.reload_dataloaders_every_n_epochs
+
+    def shown(self, stage: str) -> Any:
+        """The loaders of a stage in the structure in which they were given; None before they are made."""
+        if stage == "train":
+            loader = self.train_loader
+            return loader.iterables if isinstance(loader, CombinedLoader) else loader
+        return self._shown.get(stage)
+
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
-        """A function that returns the sample indices of each next batch; None if the order is not known beforehand."""
+        """A function that returns the next batch's sample indices; None if the order is not known in advance."""
         indices = batch_indices(loader)
         return None if indices is None else lambda: next(indices)
 
@@ -239,7 +282,10 @@ class DataSource:
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
             self.train_loader = train_loader(self.given["train"])
-        self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
+        for kind, limits in counts["eval"].items():
+            given = self.given.get(kind)
+            self.eval[kind] = (eval_loaders(given), limits)
+            self._shown[kind] = None if given is None else in_structure(given, self.eval[kind][0])
 
     def name_of(self, leaf: Any) -> str | None:
         """The user's name for a loader of this run, which may be one of several; None for another run's loader."""
@@ -262,7 +308,7 @@ class DataSource:
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """The number of training batches to fetch; inf if the loader ends there by itself."""
+        """The number of training batches to fetch; inf if the loader ends there anyway."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

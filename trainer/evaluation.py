@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..callbacks.base import Callback
-from ..data.batches import Batches
+from ..data.batches import Batches, HandOver
 from ..data.sharding import surplus
 from ..torch_private import pytree
 from . import phases
-from .bind_steps import bind_mover, bind_step
+from .bind_steps import bind_mover, bind_step, takes_iterator
 from .hooks import check_signature, method_of, overridden
 from .module import TrainingModule
 from .shared_step_values import keep_step, stand_by
@@ -37,7 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions`` it collects what ``predict_step`` returns, with ``gather`` from all ranks.
+    With ``keep_predictions`` it collects what ``predict_step`` returns; with ``gather``, from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -48,6 +48,7 @@ class EvalLoop:
         self.gather = gather
         self.metrics = run.metrics
         self.predictions: list[list[Any]] = []
+        self.fetched: tuple[Any, int, int] = (None, 0, 0)
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
         """The bound hooks ``on_<stage>_<moment>``."""
@@ -59,6 +60,9 @@ class EvalLoop:
         ``zero_grad``: tell the module that gradients may be freed (a validation between two windows of a fit).
         """
         run = self.run
+        if run.source.limit(self.kind) == 0:
+            run.predictions = [] if self.kind == "predict" else run.predictions
+            return []
         loaders, limits = run.source.evaluation(self.kind)
         self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
@@ -76,18 +80,21 @@ class EvalLoop:
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
-        """The hooks and batches of the pass, with gradients off and the module in eval mode."""
+        """Run the hooks and batches of the pass, with gradients off and the module in eval mode."""
         run, metrics = self.run, self.metrics
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
             loaders, limits = run.source.evaluation(self.kind)
         run.strategy.before_evaluation(run.module)
-        step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1)
+        fetches = takes_iterator(method_of(run.module, f"{self.word}_step", TrainingModule))
+        step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1 and not fetches)
+        run_loader = self.hand_over if fetches else self.run_loader
         if len(loaders) > 1:
             self.check_hooks()
         self.predictions, run.predict_batch_indices, run.current_batch_indices = [], [], None
+        self.fetched = (None, 0, 0)
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-            self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
+            run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
         metrics.end_epoch()
         if self.kind == "predict":
@@ -106,7 +113,7 @@ class EvalLoop:
         if self.kind == "predict" or not numbers:
             return [{} for _ in loaders]
         return [
-            {key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None) for key in (r.key, r.epoch_key)}
+            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)}
             for idx in range(len(loaders))
         ]
 
@@ -120,7 +127,7 @@ class EvalLoop:
     def run_loader(  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None
     ) -> None:
-        """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""
+        """Run every batch of one loader. Steps and hooks get ``dataloader_idx`` if it is not None."""
         run, state, metrics = self.run, self.run.state, self.metrics
         starts, ends = self.hooks("batch_start"), self.hooks("batch_end")
         extra = () if dataloader_idx is None else (dataloader_idx,)
@@ -174,8 +181,52 @@ class EvalLoop:
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         run.predict_batch_indices.append(taken)
 
+    def hand_over(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
+        """Every batch of one loader, which ``step(dataloader_iter)`` fetches itself.
+
+        The hook before a batch gets the one that was fetched last, because the step may fetch several or none.
+        """
+        run, metrics = self.run, self.metrics
+        name = f"{self.word}_step"
+        if run.strategy.world_size > 1:
+            raise ValueError(
+                f"{name}(dataloader_iter) with {run.strategy.world_size} processes: a step that fetches its batches "
+                f"itself cannot leave out those that fill up its share. Use {name}(batch, batch_idx), or one process."
+            )
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
+        known = run.source.length(loader)
+        limit = limit if limit < known else float("inf")
+        batches = Batches(loader, bind_mover(run, dataloader_idx or 0), lookahead=True, limit=limit)
+        handed = HandOver(batches, 0, metrics, dataloader_idx or 0)
+        passed = 2 if dataloader_idx is None else 3
+        kept: list[Any] = []
+        with closing(handed):
+            for iterator in handed:
+                taken = handed.taken
+                for hook in self.hooks("batch_start"):
+                    hook(*self.fetched[:passed])
+                try:
+                    outputs = step(iterator, handed.taken)
+                except StopIteration:  # it fetches ahead of itself
+                    break
+                if handed.taken == taken:
+                    raise RuntimeError(
+                        f"{name}(dataloader_iter) returned without calling next(dataloader_iter), so the evaluation "
+                        "would never end. Call it: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                    )
+                run.state.evaluated += handed.taken - taken
+                self.fetched = handed.last
+                for hook in self.hooks("batch_end"):
+                    hook(outputs, *self.fetched[:passed])
+                if self.keep:
+                    kept.append(outputs)
+                if metrics.steps_in_evaluation:
+                    metrics.flush_eval_step()
+        self.predictions.append(kept)
+        run.predict_batch_indices.append([])
+
     def check_length(self, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader that knows its length yielded another number of batches."""
+        """Raise if a loader that knows its length yielded a different number of batches."""
         if seen != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {seen} where "
@@ -186,7 +237,7 @@ class EvalLoop:
         """Whether a signal stops this pass between two batches.
 
         Not in a fit, which finishes its validations, and not if ranks may have different numbers of batches (the length
-        is not ``known``): ranks at the end of the pass would wait for those that stopped.
+        is not ``known``): ranks at the end of the pass would wait for the ranks that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
@@ -202,14 +253,14 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with a flag whether it counts."""
+        """The batches, each with a flag that says whether it counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
 
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
-        """The batches if a forward pass needs all ranks and their numbers of batches are unknown.
+        """Yield batches where a forward pass needs all ranks and their numbers of batches are unknown.
 
         A rank without further batches repeats its last one, which does not count, until all ranks are done.
         """
@@ -219,7 +270,7 @@ class EvalLoop:
             if batch is end and last is None:
                 raise RuntimeError(
                     f"Rank {strategy.global_rank} got no {self.word} batch while others did. Give every rank at least "
-                    "one: fewer processes, or more data."
+                    "one batch: use fewer processes or more data."
                 )
             last = last if batch is end else batch
             yield last, batch is not end
@@ -241,7 +292,7 @@ class EvalLoop:
 
 
 def show_results(results: list[dict[str, float]], fn: str) -> None:
-    """Print the logged values, a column per loader."""
+    """Print the logged values, with a column per loader."""
     from rich.console import Console
     from rich.table import Table
 

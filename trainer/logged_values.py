@@ -47,7 +47,7 @@ class LoggedValues(dict[str, Value]):
         raise MissingValueError(name, self._why(self, name))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # which torch.load(weights_only=True) takes
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts that
 
 
 class CallbackValues(LoggedValues["Tensor"]):
@@ -71,8 +71,11 @@ class CallbackValues(LoggedValues["Tensor"]):
 def callback_values(store: MetricStore) -> CallbackValues:
     """``trainer.callback_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
-        return "logged with rank_zero_only=True, so nobody can monitor it" if record.options.rank_zero_only else ""
+    def held_back(stage: str, record: Record, name: str) -> str:
+        if record.options.rank_zero_only:
+            return "logged with rank_zero_only=True, so nobody can monitor it"
+        of_step = record.on_step and name == record.step_key
+        return "a step's value of an evaluation, which is for the loggers only" if of_step and stage != "train" else ""
 
     return CallbackValues(store, partial(_why, store, held_back))
 
@@ -80,7 +83,7 @@ def callback_values(store: MetricStore) -> CallbackValues:
 def bar_values(store: MetricStore) -> LoggedValues[float]:
     """``trainer.progress_bar_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
+    def held_back(stage: str, record: Record, name: str) -> str:
         return "" if record.options.prog_bar else "logged without prog_bar=True"
 
     return LoggedValues(store.progress_bar_metrics(), partial(_why, store, held_back))
@@ -89,7 +92,7 @@ def bar_values(store: MetricStore) -> LoggedValues[float]:
 def sent_values(store: MetricStore) -> LoggedValues[float]:
     """``trainer.logged_metrics``."""
 
-    def held_back(record: Record, name: str) -> str:
+    def held_back(stage: str, record: Record, name: str) -> str:
         if not record.logger:
             return "logged with logger=False"
         waits = record.on_step and name == record.step_key
@@ -98,13 +101,13 @@ def sent_values(store: MetricStore) -> LoggedValues[float]:
     return LoggedValues(store.sent, partial(_why, store, held_back))
 
 
-def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Mapping[str, Any], name: str) -> str:
+def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there: Mapping[str, Any], name: str) -> str:
     """Why there is no value ``name``, and when there will be one."""
-    listed = f"There are: {messages.names(sorted(there), 'and')}." if there else "There is none yet."
+    listed = f"Available: {messages.names(sorted(there), 'and')}." if there else "Nothing is available yet."
     for stage, record in store.known():
         if name not in record.keys:
             continue
-        reason = held_back(record, name)
+        reason = held_back(stage, record, name)
         if reason:
             return f"{name!r} is {reason}. {listed}"
         if record.on_epoch and (name == record.epoch_key or not record.on_step):
@@ -112,9 +115,9 @@ def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Map
                 f"{name!r} is logged with on_epoch=True, on_step={record.on_step}: it appears at the end of "
                 f"{_ENDS.get(stage, 'the epoch')}. {listed}"
             )
-        return f"{name!r} was not logged in this epoch yet. {listed}"
+        return f"{name!r} has not been logged in this epoch yet. {listed}"
     choices = {*there, *(key for _, record in store.known() for key in record.keys)}
     return (
-        f"{name!r} was not logged so far.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
-        f"self.log({name!r}, ...); the value of an epoch (on_epoch=True) at the end of its epoch."
+        f"{name!r} has not been logged yet.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
+        f"self.log({name!r}, ...), or with on_epoch=True at the end of the epoch."
     )

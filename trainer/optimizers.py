@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
@@ -31,7 +33,7 @@ class SchedulerConfig:
     Attributes:
         scheduler: anything with ``step()``.
         interval: ``"epoch"`` or ``"step"`` (an optimizer update).
-        frequency: advance every so many intervals.
+        frequency: number of intervals from one advance to the next.
         monitor: the logged name a plateau scheduler looks at.
         strict: raise, rather than warn, when ``monitor`` was not logged.
         name: what ``LearningRateMonitor`` calls it.
@@ -48,27 +50,33 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """What ``self.optimizers()`` gives: its ``step`` goes through precision and strategy and is counted.
+    """Returned by ``self.optimizers()``: its ``step`` goes through precision and strategy and is counted.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` at its last step: older gradients are used up.
+        stepped_at: ``trainer.state.batches`` at its last step: older gradients have been used.
         expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
         self.optimizer = optimizer
-        self._run: Run = run  # type: ignore[assignment] - of one that nobody steps there is none
+        self._run: Run = run  # type: ignore[assignment] - None if no run has made it
         self.stepped_at = -1
         self.expected = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
 
+        Args:
+            closure: for optimizers that evaluate the loss themselves.
+            **arguments: further ones of the optimizer's ``step``.
+
         Raises:
-            RuntimeError: automatic optimization steps it already.
+            RuntimeError: automatic optimization already steps it.
         """
+        if self._run is None:
+            return self.optimizer.step(closure, **arguments)
         run, state = self._run, self._run.state
         by_hand = not run.module.automatic_optimization
         if not (by_hand or self.expected):
@@ -77,9 +85,10 @@ class ManagedOptimizer:
             closure = self._then_show(closure)
         elif by_hand:
             self._show_gradients()
-        stepped = run.strategy.optimizer_step(self.optimizer, closure)
+        with _passing(self.optimizer, arguments) if arguments else nullcontext():
+            stepped = run.strategy.optimizer_step(self.optimizer, closure)
         self.stepped_at = state.batches
-        if stepped and (by_hand or state.window):  # a window without a batch in it is no step
+        if stepped and (by_hand or state.window):  # an empty window does not count as a step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
@@ -102,13 +111,59 @@ class ManagedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
-        for hook in self._run.hooks.on_before_zero_grad:
+        for hook in () if self._run is None else self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
-    def toggle_model(self, sync_grad: bool = True) -> Any:
-        """Context in which only this optimizer's parameters require gradients."""
-        return self._run.module.toggled_optimizer(self)
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Context in which only this optimizer's parameters require gradients.
+
+        Args:
+            sync_grad: False: backward passes in it do not communicate gradients, which then accumulate on each process.
+        """
+        strategy = self._run.strategy
+        apart = not sync_grad and strategy.communicates_gradients
+        with self._run.module.toggled_optimizer(self):
+            if apart:
+                strategy.sync_gradients(False)
+            try:
+                yield
+            finally:
+                if apart:
+                    strategy.sync_gradients(True)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override] - it cannot be set
+        """The class of the optimizer inside, so that ``isinstance`` and schedulers take this for one."""
+        return type(self.optimizer) if "optimizer" in self.__dict__ else type(self)
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters in groups, with the settings of each."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of groups that have none of their own."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while it is being copied
@@ -119,7 +174,20 @@ class ManagedOptimizer:
         return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._run)
 
     def __repr__(self) -> str:
-        return f"ManagedOptimizer({self.optimizer!r})"
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+@contextmanager
+def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Pass further arguments to ``optimizer.step``, which strategy and precision call."""
+    step = vars(optimizer).get("step")
+    optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if step is not None:
+            optimizer.step = step
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -130,14 +198,14 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer. Return "
+            f"{owner} returned {shown}: fit runs without an optimizer, and the trainer changes no weights. Return "
             "the optimizer if weights should change."
         )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
-            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param "
-            "groups."
+            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps only one. Set "
+            "self.automatic_optimization = False in __init__ and step them in training_step, or merge them into one "
+            "with param groups."
         )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
@@ -199,16 +267,22 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         if key not in names:
             raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
     scheduler = settings.get("scheduler")
-    if not callable(getattr(scheduler, "step", None)):
+    if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"{owner} returned {type(scheduler).__name__} as a scheduler; it has no step(). Return a "
             "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
+        )
+    unused = [key for key in settings if key not in ("scheduler", "name")]
+    if unused and not automatic:
+        messages.warn_once(
+            f"{owner} sets {messages.names(unused, 'and')} of a scheduler, which has no effect under manual "
+            "optimization. Call step() of self.lr_schedulers() in a hook or step of yours."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"
         messages.info_once(
             f"{type(scheduler).__name__} advances every optimizer step, so interval='step' is used. Return "
-            "{'scheduler': ..., 'interval': 'epoch'} to advance it once an epoch instead."
+            "{'scheduler': ..., 'interval': 'epoch'} to advance it once per epoch instead."
         )
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     config = SchedulerConfig(**settings)
@@ -220,7 +294,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         )
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
-            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
+            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to react to. Return "
             "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
     if config.reduce_on_plateau:

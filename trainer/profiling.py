@@ -1,4 +1,4 @@
-"""What a run tells its profiler, and what it lets it time.
+"""Connect a run to its profiler: report what happens, and bind the callables that it times.
 
 Every callable is bound once through ``Profiler.around``, which returns it unchanged if there is no profiler.
 """
@@ -36,8 +36,14 @@ def by_module(run: Run, name: str, function: Callable[..., T]) -> Callable[..., 
     return run.trainer.profiler.around(f"[TrainingModule]{type(run.module).__name__}.{name}", function)
 
 
+def by_datamodule(run: Run, name: str) -> Callable[..., Any]:
+    """Bind a method of the DataModule."""
+    method = getattr(run.datamodule, name)
+    return run.trainer.profiler.around(f"[DataModule]{type(run.datamodule).__name__}.{name}", method)
+
+
 def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator for methods of objects that have their run as ``_run``. For what happens rarely."""
+    """Decorator for rarely called methods of objects that have their run as ``_run``."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)

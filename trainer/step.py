@@ -1,11 +1,13 @@
 """One training batch: forward, backward, update.
 
-Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep` (LBFGS
-and modules that override ``optimizer_step``) and :class:`ManualStep`. Each epoch chooses one and binds all it calls.
+Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep`
+(optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and :class:`ManualStep`.
+Each epoch chooses one and binds all it calls.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .hooks import method_of, overridden
+from .. import messages
+from .hooks import method_of, overridden, takes
 from .loss import LossReader
 from .manual_step_check import second_backward
 from .module import TrainingModule
@@ -28,7 +31,7 @@ Outputs = Any
 
 
 class ManualStep:
-    """Runs ``training_step``; the user's own code calls backward and steps."""
+    """Runs ``training_step``; the user's own code runs backward and steps the optimizer."""
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
         self.run = run
@@ -36,16 +39,18 @@ class ManualStep:
         self.forward = forward
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
-        return self.forward(batch, batch_idx)
+        return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches so far, when no more will come; here there is nothing to do."""
+        """Step with the micro-batches so far, when no more will come; does nothing here."""
 
 
 class FreeStep(ManualStep):
     """For a module without optimizers: each batch counts as a step."""
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        if batch is None:
+            return no_batch(self.run)
         output = self.forward(batch, batch_idx)
         state = self.state
         state.stepped = True
@@ -58,8 +63,8 @@ class TrainStep(ManualStep):
     """Forward, backward and, on the last micro-batch of a window, the update.
 
     A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over
-    the micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over
-    all items of the window on all ranks.
+    the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean
+    over all items of the window on all ranks.
     """
 
     #: The method that makes an update.
@@ -93,7 +98,12 @@ class TrainStep(ManualStep):
             return None
         value, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
         clip = own or module.clip_gradients
-        return by_module(run, "configure_gradient_clipping", lambda optimizer: clip(optimizer, value, algorithm))
+        settings = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        if takes(clip, None, **settings):
+            called = partial(clip, **settings)
+        else:  # it has other names for them
+            called = lambda optimizer: clip(optimizer, value, algorithm)  # noqa: E731
+        return by_module(run, "configure_gradient_clipping", called)
 
     def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
         zero(self.state.epoch, self.state.batch_idx, optimizer)
@@ -101,6 +111,9 @@ class TrainStep(ManualStep):
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
         complete = state.window + 1 >= self.accumulate or state.is_last_batch
+        if batch is None:
+            no_batch(self.run)
+            return self.skip()
         if self.sync is not None:
             self.sync(complete)
         output = self.forward(batch, batch_idx)
@@ -119,7 +132,7 @@ class TrainStep(ManualStep):
             self.finish_window()
 
     def differentiate(self, loss: Tensor) -> None:
-        """Backward of one micro-batch."""
+        """Run backward on one micro-batch."""
         if not self.losses.by_items:
             if self.accumulate > 1:
                 loss = loss / self.accumulate
@@ -161,7 +174,7 @@ class TrainStep(ManualStep):
             state.updates += 1
 
     def complete(self) -> None:
-        """Give the gradients their final size: unscaled, divided by what is really in the window, clipped."""
+        """Finish the gradients: unscale them, divide them by what is actually in the window, and clip them."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
         if self.scales or by_items or window != self.accumulate:
@@ -186,16 +199,16 @@ class ClosureStep(TrainStep):
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch "
-                "several times, so gradients of earlier batches would be lost. Use a larger batch and "
-                "accumulate_grad_batches=1."
+                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS does not work: LBFGS evaluates the "
+                "loss of one batch several times, so gradients of earlier batches would be lost. Use a larger batch "
+                "and accumulate_grad_batches=1."
             )
         self.managed = run.managed[0]
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
-        if not (state.window + 1 >= self.accumulate or state.is_last_batch):
+        if batch is None or not (state.window + 1 >= self.accumulate or state.is_last_batch):
             return super().__call__(batch, batch_idx)
         if self.sync is not None:
             self.sync(True)
@@ -231,7 +244,7 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
     def step_through_module(self, closure: Callable[[], Any]) -> None:
-        """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
+        """Run the module's ``optimizer_step``, then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
@@ -250,7 +263,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """For a rank without a sample in the epoch's last batch: it runs one that does not count."""
+    """For a rank without a sample in the epoch's last batch: it runs a batch that does not count."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -294,8 +307,21 @@ class IteratorStep(ManualStep):
         return outputs
 
 
+def no_batch(run: Run) -> None:
+    """Report that the loader yielded None instead of a batch, which is skipped."""
+    if run.strategy.world_size > 1:
+        raise RuntimeError(
+            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}; the other ranks "
+            "would wait for its gradients. Leave out what cannot be loaded in the data set, not in collate_fn."
+        )
+    messages.warn_once(
+        "The train_dataloader yielded None instead of a batch: it is skipped, and nothing is learned from it. If you "
+        "did not mean that, look at its collate_fn."
+    )
+
+
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us a step on a small model)."""
+    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us per step on a small model)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -308,8 +334,14 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
         return FreeStep(run, forward)
     if not module.automatic_optimization:
         return ManualStep(run, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(run.optimizers[0], LBFGS)
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.optimizers[0])
     return (ClosureStep if closed else TrainStep)(run, forward, losses)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` cannot be called without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def detached(output: Any) -> dict[str, Any] | None:

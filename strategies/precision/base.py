@@ -98,7 +98,7 @@ class Precision:
         if closure is None:
             optimizer.step()
         else:
-            optimizer.step(closure)
+            optimizer.step(closure=closure)
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,19 +3,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import sys
 import threading
-import types
 import warnings
 from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
+from tiny import TinyModule, tiny_loader
 from torch import nn
 
-from paceline import messages
+from paceline import Trainer, messages
 from paceline.checkpoint.hyperparameters import AttributeDict, HyperparametersMixin
+from paceline.loggers import CSVLogger
 
 
 class Plain(HyperparametersMixin):
@@ -189,29 +189,48 @@ def test_objects_and_names_can_be_mixed():
     assert module._hparams_name == "kwargs"
 
 
-def test_an_omegaconf_object_is_recognized_without_being_imported(monkeypatch):
-    class Node(dict):
-        pass
+def test_an_omegaconf_config_stays_one_with_its_interpolations_and_is_plain_in_a_checkpoint(quiet, tmp_path):
+    omegaconf = pytest.importorskip("omegaconf")
 
-    class OmegaConf:
-        @staticmethod
-        def is_config(value: Any) -> bool:
-            return isinstance(value, Node)
-
-        @staticmethod
-        def to_container(value: Any, resolve: bool) -> Any:
-            assert resolve
-            return {key: OmegaConf.to_container(v, resolve) if isinstance(v, Node) else v for key, v in value.items()}
-
-    monkeypatch.setitem(sys.modules, "omegaconf", types.SimpleNamespace(OmegaConf=OmegaConf))
-
-    class Configured(HyperparametersMixin):
+    class Configured(TinyModule):
         def __init__(self, conf: Any) -> None:
-            self.save_hyperparameters(conf)
+            super().__init__()
+            self.save_hyperparameters(conf, ignore="apart")
 
-    hparams = Configured(Node(model=Node(width=3, layers=[1, {"a": 2}]))).hparams
-    assert hparams.model.width == 3
-    assert hparams.model.layers[1].a == 2
+    class Named(TinyModule):
+        def __init__(self, model: Any, double: int) -> None:
+            super().__init__()
+            self.save_hyperparameters(omegaconf.OmegaConf.create({"model": model, "double": double}))
+
+    conf = omegaconf.OmegaConf.create({"model": {"width": 3}, "double": "${model.width}", "apart": 1})
+    module = Configured(conf)
+    module.hparams.model.width = 4
+    assert (module.hparams.double, module.hparams_initial.double, conf.double) == (4, 3, 3)
+    assert "apart" not in module.hparams
+    quiet["logger"] = CSVLogger(tmp_path)
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit(module, tiny_loader(1))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    held = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert held["hyper_parameters"] == {"model": {"width": 4}, "double": "${model.width}"}
+    loaded = Configured.load_from_checkpoint(tmp_path / "x.ckpt").hparams
+    assert isinstance(loaded, omegaconf.DictConfig)
+    assert loaded.double == 4
+    assert isinstance(Named.load_from_checkpoint(tmp_path / "x.ckpt").hparams.model, omegaconf.DictConfig)
+    assert trainer.logger.hparams == {"model": {"width": 3}, "double": 3}
+
+
+def test_further_hyperparameters_beside_a_config_make_it_plain():
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Mixed(HyperparametersMixin):
+        def __init__(self, conf: Any, lr: float) -> None:
+            self.save_hyperparameters(conf)
+            self.save_hyperparameters("lr")
+
+    hparams = Mixed(omegaconf.OmegaConf.create({"a": {"b": 1}, "c": "${a.b}"}), 0.5).hparams
+    assert hparams == {"a": {"b": 1}, "c": 1, "lr": 0.5}
+    assert hparams.a.b == 1
 
 
 @pytest.mark.parametrize("wrong", [5, [1, 2], torch.zeros(1), Config])

@@ -163,7 +163,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 def test_other_shapes_are_an_error_and_strict_false_loads_what_matches(tmp_path: Path):
     module = saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit Sized: 2 with another shape \(hidden\.weight \(5, 4\) in the file"
+        RuntimeError, match=r"does not fit Sized: 2 with a different shape \(hidden\.weight \(5, 4\) in the file"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=6)
     content = single_file.read(tmp_path / "x.ckpt")
@@ -253,7 +253,7 @@ class WithLoss(TinyModule):
 def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(tmp_path: Path):
     saved(WithLoss(Loss(3)), tmp_path / "x.ckpt")
     Loss.made.clear()  # of the copies that were made for the checkpoint
-    problem = r"needs 'loss'. The checkpoint has loss \(.*Loss\) as objects.*weights_only=False"
+    problem = r"needs 'loss'. The checkpoint stores loss \(.*Loss\) as pickled objects.*weights_only=False"
     with pytest.raises(TypeError, match=problem):
         WithLoss.load_from_checkpoint(tmp_path / "x.ckpt")
     assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4
@@ -317,7 +317,10 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
             self.extra = nn.Linear(1, 1)
 
     single_file.write({"epoch": 0, "global_step": 0, "state_dict": TinyModule().state_dict()}, tmp_path / "x.ckpt")
-    if strict is False or (strict is None and own is False):
+    if strict is not None and own is (not strict):
+        with pytest.raises(ValueError, match=f"strict={strict}.* contradicts strict_loading={own}, which Larger sets"):
+            Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)
+    elif strict is False or (strict is None and own is False):
         with pytest.warns(UserWarning, match="only partly loaded"):
             assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
     else:

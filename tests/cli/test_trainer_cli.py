@@ -567,14 +567,14 @@ def test_the_model_for_a_checkpoint_has_its_hyperparameters(
     here = ran("predict", *words, "--ckpt_path=x.ckpt", model=CommandedNet if chosen_here else model, **options)
     assert here.model.width == here.config.predict.model.get("init_args", here.config.predict.model).width == 5
     assert type(here.model) is model
-    assert "The arguments of the model are the hyperparameters in x.ckpt" in caplog.text
+    assert "The model's arguments come from the hyperparameters in x.ckpt" in caplog.text
 
 
 def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     ran("fit").trainer.save_checkpoint("x.ckpt")
     with pytest.raises(SystemExit):
         ran("test", "--ckpt_path=x.ckpt", model=TinyModule)
-    assert "Parsing of ckpt_path hyperparameters failed: those in 'x.ckpt'" in capsys.readouterr().err
+    assert "Parsing of ckpt_path hyperparameters failed: the hyperparameters in 'x.ckpt'" in capsys.readouterr().err
 
 
 def written(**hyperparameters: Any) -> None:

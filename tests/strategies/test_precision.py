@@ -246,7 +246,7 @@ def test_a_precision_object_can_be_given(give: Callable[[Any], dict[str, Any]]) 
         ({"precision": "b16"}, r"Unknown precision 'b16'. Did you mean 'bf16'\?.*or pass a Precision"),
         ({"precision": 8}, "Unknown precision 8"),
         ({"precision": "16", "plugins": Precision()}, "together with a Precision plugin. Leave one out"),
-        ({"plugins": [Precision(), TruePrecision("64-true")]}, "each of which is a Precision"),
+        ({"plugins": [Precision(), TruePrecision("64-true")]}, "only one Precision is allowed"),
     ],
 )
 def test_wrong_and_contradictory_precisions(arguments: dict[str, Any], message: str) -> None:

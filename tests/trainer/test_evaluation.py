@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
+from paceline.callbacks.base import HOOKS
+from paceline.data import CombinedLoader
 
 
 class Net(TrainingModule):
@@ -140,8 +142,17 @@ def test_a_step_may_leave_out_what_it_does_not_need(quiet: dict[str, Any]) -> No
 
 
 def test_with_several_loaders_dataloader_idx_is_needed_and_asked_for(quiet: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"Net.validation_step takes .*, but there are several loaders"):
+    with pytest.raises(RuntimeError, match=r"Net.validation_step takes .*, but there are several loaders"):
         Trainer(**quiet).validate(Net(), [loader(), loader()], verbose=False)
+    for name in ("on_predict_batch_start", "predict_step"):
+        module = Net()
+        setattr(module, name, lambda batch, batch_idx, dataloader_idx: None)
+        with pytest.raises(RuntimeError, match=f"Net.{name} needs dataloader_idx.*there is one. Write it as def"):
+            Trainer(**quiet).predict(module, loader())
+    module = Net()
+    module.on_predict_batch_start = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="takes no dataloader_idx, but there are several loaders"):
+        Trainer(**quiet).predict(module, [loader(), loader()])
 
 
 def test_hooks_of_a_batch_get_the_loaders_index(quiet: dict[str, Any]) -> None:
@@ -318,3 +329,125 @@ def test_each_pass_of_validation_starts_over(quiet: dict[str, Any]) -> None:
 
     trainer, data = Trainer(**quiet), loader(6)
     assert [trainer.validate(Module(), data, verbose=False) for _ in range(2)] == [[{"mean": 5.5, "batches": 3.0}]] * 2
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_no_batches_call_no_hook_and_gradients_are_cleared_first(fn: str, quiet: dict[str, Any]) -> None:
+    module, called = Net(), []
+    module.body[0].weight.grad = torch.ones(2, 2)
+    for name in HOOKS:
+        if name not in ("setup", "teardown"):
+            setattr(module, name, lambda *args, name=name: called.append(name))
+    trainer = Trainer(**quiet, limit_val_batches=0, limit_test_batches=0, limit_predict_batches=0)
+    assert getattr(trainer, fn)(module, loader()) == []
+    assert called == []
+    assert module.body[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("sanity", "every", "reload", "validated", "asked"),
+    [
+        (1, 1, 2, [0, 1, 2, 3, 4], ["sanity_check", 2, 4]),
+        (0, 1, 2, [0, 1, 2, 3, 4], [0, 2, 4]),
+        (1, 2, 3, [1, 3], ["sanity_check", 1]),
+        (0, 2, 1, [1, 3], [1, 3]),
+    ],
+)
+def test_loaders_that_are_made_again_are_made_when_a_validation_is_due(
+    sanity: int, every: int, reload: int, validated: list[int], asked: list[Any], quiet: dict[str, Any]
+) -> None:
+    seen: list[int] = []
+    made: list[Any] = []
+
+    class Module(Net):
+        def val_dataloader(self) -> Any:
+            made.append("sanity_check" if self.trainer.sanity_checking else self.current_epoch)
+            torch.rand(1)
+            return loader()
+
+        def on_validation_start(self) -> None:
+            if not self.trainer.sanity_checking:
+                seen.append(self.current_epoch)
+
+    settings = {"num_sanity_val_steps": sanity, "check_val_every_n_epoch": every, "max_epochs": 5}
+    torch.manual_seed(0)
+    Trainer(**quiet, **settings, reload_dataloaders_every_n_epochs=reload).fit(Module(), loader())
+    drawn = torch.rand(1)
+    assert (seen, made) == (validated, asked)
+    torch.manual_seed(0)
+    Trainer(**quiet, **settings).fit(Net(), loader(), loader())
+    assert torch.equal(torch.rand(1), drawn)  # what the hook draws does not change the training
+
+
+def test_the_trainer_shows_loaders_in_the_structure_in_which_they_were_given(quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch["a"][0]).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            """Two loaders."""
+
+    trainer, one, two = Trainer(**quiet, max_epochs=1, limit_train_batches=1), loader(), loader()
+    trainer.fit(Module(), {"a": one, "b": two}, [one])
+    assert trainer.train_dataloader == {"a": one, "b": two}
+    assert trainer.val_dataloaders == [one]
+    trainer.validate(Module(), {"x": one, "y": two}, verbose=False)
+    assert trainer.val_dataloaders == {"x": one, "y": two}
+    trainer.validate(Module(), CombinedLoader([one, two], "sequential"), verbose=False)
+    assert trainer.val_dataloaders == [one, two]
+    trainer.test(Module(), one, verbose=False)
+    assert trainer.test_dataloaders is one
+
+
+def test_overfit_batches_says_that_it_turns_shuffling_off(quiet: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=r"train_dataloader shuffles, but Trainer\(overfit_batches=1\)"):
+        Trainer(**quiet, max_epochs=1, overfit_batches=1).fit(Net(), loader(shuffle=True))
+
+
+def test_a_step_of_an_evaluation_may_fetch_its_batches_itself(quiet: dict[str, Any]) -> None:
+    class Fetches(TrainingModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before: list[Any] = []
+            self.after: list[Any] = []
+
+        def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.before.append((batch, batch_idx, dataloader_idx))
+
+        def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return next(dataloader_iter)
+
+        def validation_step(self, dataloader_iter: Any) -> None:
+            self.log("mean", next(dataloader_iter)[0].mean(), batch_size=2)
+
+        def test_step(self, dataloader_iter: Any) -> None:
+            """Fetches nothing."""
+
+        def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            assert outputs == (batch, batch_idx, dataloader_idx)
+            self.after.append(outputs)
+
+    module, trainer = Fetches(), Trainer(**quiet, limit_predict_batches=2)
+    first, second = [(5, 0, 0), (6, 1, 0)], [(7, 0, 1), (8, 1, 1)]
+    assert trainer.predict(module, {"a": [5, 6], "b": [7, 8, 9]}) == [first, second]
+    assert module.after == first + second
+    assert module.before == [(None, 0, 0), *module.after[:-1]]
+    assert trainer.predict(module, [5]) == [(5, 0, 0)]
+    data = [torch.zeros(2), torch.ones(2)]
+    assert trainer.validate(module, data, verbose=False) == [{"mean": 0.5}]
+    with pytest.raises(RuntimeError, match=r"test_step\(dataloader_iter\) returned without calling next"):
+        trainer.test(module, data, verbose=False)
+
+
+def test_step_values_of_an_evaluation_go_to_the_loggers_only(quiet: dict[str, Any]) -> None:
+    class Logs(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("both", float(batch_idx), on_step=True, on_epoch=True)
+            self.log("alone", float(batch_idx), on_step=True, on_epoch=False)
+
+    trainer = Trainer(**quiet)
+    assert trainer.test(Logs(), loader(), verbose=False) == [{"both_epoch": 0.5}]
+    assert trainer.callback_metrics == {"both": 0.5, "both_epoch": 0.5}
+    assert trainer.logged_metrics == {"both_step": 1.0, "alone": 1.0, "both_epoch": 0.5}
+    with pytest.raises(KeyError, match="a step's value of an evaluation, which is for the loggers only"):
+        trainer.callback_metrics["both_step"]

@@ -33,6 +33,7 @@ MODULE_ONLY = (
     "on_validation_model_eval",
     "on_validation_model_train",
     "load_state_dict",
+    "zero_grad",
 )
 SHARED = tuple(h for h in HOOKS if h != "on_save_checkpoint")
 CALLBACK_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_exception")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import LambdaCallback
-from paceline.callbacks.base import HOOKS
+from paceline.callbacks.base import HOOKS, replaced
+from paceline.strategies.base import SingleDevice
 from paceline.trainer.hooks import HookTable, check, overridden, wanted_arguments
+from paceline.trainer.start_run import prepare_data
 
 
 @pytest.fixture
@@ -181,3 +185,54 @@ def test_every_shipped_class_passes_the_check() -> None:
     for kind in checked:
         check(kind.__new__(kind), Callback, (*HOOKS, "state_dict", "load_state_dict"))
     check(TinyModule(), TrainingModule, HOOKS)
+
+
+def test_the_stage_is_passed_by_keyword_if_a_hook_has_the_name_and_a_wrapped_default_is_no_transfer_hook(
+    trainer: Trainer,
+) -> None:
+    got: list[Any] = []
+
+    class Data(DataModule):
+        def setup(self, stage: str) -> None:
+            got.append(stage)
+
+    class Wrapped(Callback):
+        setup = wraps(Callback.setup)(lambda self, *args, **kwargs: got.append(kwargs))
+        get_accumulate_grad_batches = wraps(Callback.get_accumulate_grad_batches)(lambda *_: got.append("asked"))
+
+    class OtherName(TinyModule):
+        def setup(self, fn: str) -> None:  # type: ignore[override]
+            got.append(fn)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            got.append("module")
+            return batch
+
+    data, module = Data(), OtherName()
+    data.train_dataloader = tiny_loader
+    default = data.on_after_batch_transfer
+    data.on_after_batch_transfer = wraps(default)(lambda *args: got.append("data"))
+    trainer.callbacks.append(Wrapped())
+    trainer.limit_train_batches, trainer.max_epochs = 1, 1
+    trainer.fit(module, datamodule=data)
+    assert got == ["fit", {"stage": "fit"}, "fit", "module"]
+    assert replaced(data, "on_after_batch_transfer", DataModule) is None
+    assert overridden(data, "on_after_batch_transfer", DataModule) is not None
+
+
+def test_module_and_data_each_say_whether_every_node_prepares(trainer: Trainer) -> None:
+    got: list[str] = []
+
+    class Second(SingleDevice):
+        """The only process of the second machine."""
+
+        global_rank = 1
+
+    module, data = noting(TinyModule, got, "M", "prepare_data"), noting(DataModule, got, "D", "prepare_data")
+    data.train_dataloader = tiny_loader
+    for module_per_node, data_per_node in ((True, True), (True, False), (False, True), (False, False)):
+        module.prepare_data_per_node, data.prepare_data_per_node = module_per_node, data_per_node
+        got.append("|")
+        run = Namespace(strategy=Second("cpu"), hooks=table(trainer, module=module, datamodule=data))
+        prepare_data(run)  # type: ignore[arg-type]
+    assert "".join(got) == "|DM|M|D|"

@@ -307,7 +307,7 @@ def test_suffixes_of_step_and_loader_stand_in_lightnings_order(quiet: dict[str, 
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True, on_epoch=True))
     trainer = Trainer(**quiet)
     trainer.validate(module, [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))], verbose=False)
-    assert {"v_step/dataloader_idx_0", "v_epoch/dataloader_idx_1"} <= set(trainer.callback_metrics)
+    assert {"v_step/dataloader_idx_0", "v_epoch/dataloader_idx_1"} <= set(trainer.logged_metrics)
 
 
 def test_the_sanity_check_sends_nothing(quiet: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ def test_what_is_no_number_is_refused(value: Any, error: type[Exception], messag
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"on_step": False, "on_epoch": False}, "would keep the value nowhere"),
+        ({"on_step": False, "on_epoch": False}, "would discard the value"),
         ({"reduce_fx": "median"}, r"Unknown reduce_fx .* 'median'.*'mean'"),
         ({"reduce_fx": torch.median}, "'median'"),
     ],
@@ -403,7 +403,7 @@ def test_hooks_where_logging_makes_no_sense_say_where_to_log(hook: str, quiet: d
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"])
 def test_on_step_in_an_epoch_hook_is_refused(hook: str, quiet: dict[str, Any]) -> None:
     module = Values(**{hook: lambda m: m.log("v", 1.0, on_step=True)})
-    with pytest.raises(ValueError, match="runs once an epoch"):
+    with pytest.raises(ValueError, match="runs once per epoch"):
         fit(module, batches(1), batches(1), quiet=quiet)
 
 
@@ -801,9 +801,9 @@ def test_a_collection_in_training_gives_steps_and_epochs(forward: bool, quiet: d
             assert [v for _, v in memory.of(f"m/{kind.__name__}_step")] == pytest.approx(steps)
 
 
-def test_what_a_loader_and_the_whole_logged_is_returned_under_every_name(quiet: dict[str, Any]) -> None:
+def test_what_a_batch_and_the_whole_logged_is_returned_under_the_name_of_the_epoch(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True, on_epoch=True))
-    assert Trainer(**quiet).validate(module, batches(2), verbose=False) == [{"v": 0.5, "v_epoch": 0.5}]
+    assert Trainer(**quiet).validate(module, batches(2), verbose=False) == [{"v_epoch": 0.5}]
 
 
 def test_values_of_finished_epochs_stay_in_sight(quiet: dict[str, Any]) -> None:
@@ -900,7 +900,7 @@ def test_a_metric_that_is_replaced_in_a_collection_is_an_error(quiet: dict[str, 
     from torchmetrics import MeanMetric
 
     module = Collecting(lambda found: found.__setitem__("mean", MeanMetric()))
-    with pytest.raises(ValueError, match=r"self.log\('mean'\) got another MeanMetric object than before"):
+    with pytest.raises(ValueError, match=r"self.log\('mean'\) got a different MeanMetric object than last time"):
         fit(module, [torch.ones(2), torch.ones(2)], quiet=quiet)
 
 

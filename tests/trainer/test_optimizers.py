@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch.optim.lr_scheduler import (
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.messages import PacelineWarning
+from paceline.strategies.base import SingleDevice
 from paceline.strategies.one_cycle_schedules import advance
-from paceline.trainer.optimizers import configure
+from paceline.trainer.optimizers import ManagedOptimizer, configure
 
 
 class Two(TrainingModule):
@@ -642,3 +644,99 @@ def test_a_one_cycle_schedule_of_the_right_length_warns_of_nothing(recwarn: pyte
         advance(schedule)
     assert schedule.last_epoch == schedule.total_steps
     assert not recwarn.list
+
+
+def test_a_managed_optimizer_is_its_optimizer_and_needs_no_run() -> None:
+    inner = Adam([nn.Parameter(torch.ones(1))], lr=0.1)
+    managed = ManagedOptimizer(inner)
+    assert isinstance(managed, Adam)
+    assert isinstance(managed, ManagedOptimizer)
+    for name in ("state", "defaults", "param_groups"):
+        value = copy.copy(getattr(inner, name))
+        setattr(managed, name, value)
+        assert getattr(inner, name) is value
+    StepLR(managed, 1).step()  # a scheduler takes it
+    inner.param_groups[0]["params"][0].grad = torch.ones(1)
+    managed.step()
+    managed.zero_grad()
+    assert inner.param_groups[0]["params"][0].item() < 1
+    assert inner.param_groups[0]["params"][0].grad is None
+
+
+def test_gradients_stay_here_in_a_toggled_model_that_does_not_synchronize(quiet: dict[str, Any]) -> None:
+    told: list[bool] = []
+
+    class Talks(SingleDevice):
+        communicates_gradients = True
+
+        def sync_gradients(self, enabled: bool) -> None:
+            told.append(enabled)
+
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first = self.optimizers()[0]
+            with first.toggle_model():
+                told.append(self.b.weight.requires_grad)
+            with first.toggle_model(sync_grad=False):
+                told.append(self.b.weight.requires_grad)
+
+    del quiet["accelerator"]
+    Trainer(max_epochs=1, **quiet, strategy=Talks("cpu")).fit(Module(pair, manual=True), [torch.ones(1)])
+    assert told == [False, False, False, True]
+
+
+def test_an_optimizer_whose_step_needs_a_closure_gets_one(quiet: dict[str, Any]) -> None:
+    class Sharp(SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            loss = closure()
+            super().step()
+            return loss
+
+    weights = []
+    for kind in (SGD, Sharp):
+        module = Two(lambda m, kind=kind: kind(m.parameters(), lr=0.1))
+        nn.init.ones_(module.a.weight)
+        Trainer(max_epochs=1, **quiet, accumulate_grad_batches=2).fit(module, [torch.ones(1)] * 3)
+        weights.append(module.a.weight.item())
+    assert weights[0] == weights[1] != 1
+
+
+def test_clipping_gets_its_settings_by_name_or_in_order(quiet: dict[str, Any]) -> None:
+    got: list[Any] = []
+
+    class Named(Two):
+        @wraps(TrainingModule.configure_gradient_clipping)
+        def configure_gradient_clipping(self, optimizer: Any, **settings: Any) -> None:
+            got.append(settings)
+
+    class Ordered(Two):
+        def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None:  # type: ignore[override]
+            got.append((value, algorithm))
+
+    for kind in (Named, Ordered):
+        Trainer(max_epochs=1, **quiet, gradient_clip_val=0.5).fit(kind(sgd), [torch.ones(1)])
+    assert got == [{"gradient_clip_val": 0.5, "gradient_clip_algorithm": None}, (0.5, None)]
+
+
+def test_optimization_by_hand_takes_any_scheduler_and_further_arguments_of_a_step(quiet: dict[str, Any]) -> None:
+    got: list[Any] = []
+
+    class Options(SGD):
+        def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+            got.append(scale)
+            return super().step(closure)
+
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            self.manual_backward(self.a(batch).sum())
+            optimizer.step(scale=2.0)
+            optimizer.step(lambda: None)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = Options(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": object(), "monitor": "loss"}}
+
+    with pytest.warns(UserWarning, match="sets 'monitor' of a scheduler, which has no effect under manual"):
+        Trainer(max_epochs=1, **quiet).fit(Module(manual=True), [torch.ones(1)])
+    assert got == [2.0, 1.0]

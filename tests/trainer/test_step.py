@@ -138,8 +138,8 @@ def test_num_items_on_some_batches_only_is_an_error() -> None:
         ("loss", TypeError, r"returned str \('loss'\), so there is nothing to run backward on"),
         (3.0, TypeError, "Return the loss tensor, or put it under 'loss'"),
         (torch.ones(3, requires_grad=True), ValueError, r"a loss of shape \(3,\).*loss\.mean\(\)"),
-        (torch.tensor(1.0), RuntimeError, r"no graph \(requires_grad=False\).*without \.item\(\)"),
-        ({"loss": torch.tensor(1.0)}, RuntimeError, "no graph"),
+        (torch.tensor(1.0), RuntimeError, r"does not require gradients.*without \.item\(\)"),
+        ({"loss": torch.tensor(1.0)}, RuntimeError, "does not require gradients"),
     ],
 )
 def test_what_is_no_loss_is_named(output: Any, error: type[Exception], message: str) -> None:
@@ -318,3 +318,40 @@ def test_onecycle_without_interval_is_stepped_every_update_and_told_once(monkeyp
     fit(module, [data(2)] * 4)
     assert module.cycle.last_epoch == 4
     assert [t for t in told if "OneCycleLR advances every optimizer step" in t]
+
+
+@pytest.mark.parametrize("kind", ["step", "closure", "manual", "free"])
+def test_a_batch_that_is_none_is_skipped_and_does_not_count(kind: str) -> None:
+    seen: list[Any] = []
+
+    class Skips(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = kind != "manual"
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            assert batch is not None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert (outputs is None) is (batch is None)
+
+        def configure_optimizers(self) -> Any:
+            return None if kind == "free" else super().configure_optimizers()
+
+    module, one, two = Skips(), data(2), data(4)
+    if kind == "closure":
+        module.optimizer_step = lambda epoch, idx, optimizer, closure: optimizer.step(closure)  # type: ignore[method-assign]
+    optimized = kind in ("step", "closure")
+    plain = copy.deepcopy(module)
+    messages.forget()
+    with pytest.warns(UserWarning, match="yielded None instead of a batch: it is skipped"):
+        fit(module, [one, None, two, None], accumulate_grad_batches=3 if optimized else 1)
+    assert seen == [0, 2]
+    if optimized:
+        fit(plain, [one, two], accumulate_grad_batches=3)
+        assert torch.equal(module.layer.weight, plain.layer.weight)
+        assert not torch.equal(module.layer.weight, Net().layer.weight)

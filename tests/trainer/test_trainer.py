@@ -189,6 +189,9 @@ def test_names_that_can_be_set(quiet: dict[str, Any], tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path / name) for name in "ab"]
     trainer.loggers = list(loggers)
     assert trainer.logger is loggers[0]
+    trainer.loggers = None  # type: ignore[assignment]
+    assert (trainer.loggers, trainer.logger) == ([], None)
+    trainer.loggers = loggers
     trainer.logger = loggers[1]
     assert trainer.loggers == [loggers[1]]
     trainer.logger = None

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.utilities.data import has_iterable_dataset, has_len, suggested_max_num_workers
+from paceline.strategies.base import SingleDevice
+from paceline.utilities.data import has_iterable_dataset, has_len, has_len_all_ranks, suggested_max_num_workers
 
 
 class Stream(IterableDataset[int]):
@@ -22,8 +23,33 @@ def test_a_stream_has_no_length() -> None:
 
 
 def test_a_length_of_0_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="returned 0 for its length"):
+    with pytest.warns(UserWarning, match="has length 0"):
         assert has_len([])
+
+
+class Sized(Stream):
+    def __len__(self):
+        return 3
+
+
+class OneOfTwo(SingleDevice):
+    """This rank's loader has no batch, the other rank's has three."""
+
+    def gather_objects(self, value):
+        return [value, 3]
+
+
+def test_a_length_is_known_if_every_rank_knows_it() -> None:
+    alone = SingleDevice("cpu")
+    assert has_len_all_ranks(DataLoader(torch.ones(2)), alone)
+    assert not has_len_all_ranks(DataLoader(Stream()), alone)
+    with pytest.warns(UserWarning, match="IterableDataset with a __len__"):
+        assert has_len_all_ranks(DataLoader(Sized()), alone)
+    with pytest.warns(UserWarning, match="0 on every rank"):
+        assert has_len_all_ranks([], alone)
+    with pytest.raises(RuntimeError, match="0 on rank 0; the ranks have 0, 3"):
+        has_len_all_ranks([], OneOfTwo("cpu"))
+    assert has_len_all_ranks([], OneOfTwo("cpu"), allow_zero_length_dataloader_with_multiple_devices=True)
 
 
 def test_processes_of_a_machine_share_its_cores() -> None:

@@ -265,3 +265,10 @@ def test_gradients_by_hand_are_those_of_a_backward_outside_of_autocast(quiet: di
         module.zero_grad()
     Trainer(**quiet, max_epochs=1, precision="bf16-mixed").fit(module, batches())
     assert all(torch.equal(a, b) for a, b in zip(module.grads, want, strict=True))
+
+
+def test_a_device_with_its_number_is_a_kind_of_device() -> None:
+    assert MixedPrecision("bf16-mixed", "cuda:0").device == "cuda"
+    with MixedPrecision("bf16-mixed", "cpu").autocast_context_manager():
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()

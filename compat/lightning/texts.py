@@ -1,0 +1,120 @@
+"""What Lightning tells a program beyond what Paceline says: warnings about loaders, and objects as text."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ... import messages
+from ...callbacks.base import overridden
+from ...data.combined_loader import length_of
+from ...data.datamodule import DataModule
+from ...data.loaders import leaves_of
+from ...trainer.data_source import HOOK
+from ...utilities.data import advise_about_length, suggested_max_num_workers
+
+#: The loaders of a DataModule as its text names them.
+_LOADERS = {
+    "Train": "train_dataloader",
+    "Validation": "val_dataloader",
+    "Test": "test_dataloader",
+    "Predict": "predict_dataloader",
+}
+
+
+def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an entry point give warnings again that an earlier one has given."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        messages.forget()
+        return method(*args, **kwargs)
+
+    return call
+
+
+def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``DataSource.train`` with advice about a loader that it makes."""
+
+    def train(source: Any) -> Any:
+        is_new = source.train_loader is None
+        loader = method(source)
+        if is_new and loader is not None:
+            _advise(source.run.trainer, [loader], HOOK["train"])
+            _advise_interval(source.run.trainer, source.num_training_batches)
+        return loader
+
+    return train
+
+
+def advising_evaluation(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``DataSource.load_evaluation`` with advice about loaders that it makes."""
+
+    def load_evaluation(source: Any, kind: str) -> Any:
+        is_new = kind not in source.eval
+        loaders, limits = method(source, kind)
+        if is_new:
+            _advise(source.run.trainer, loaders, HOOK[kind])
+        return loaders, limits
+
+    return load_evaluation
+
+
+def _advise(trainer: Any, loaders: Iterable[Any], name: str) -> None:
+    for loader in (leaf for one in loaders for leaf in leaves_of(one)):
+        if isinstance(loader, DataLoader):
+            _advise_workers(trainer, loader, name)
+        advise_about_length(loader, name)
+
+
+def _advise_interval(trainer: Any, batches: int | float) -> None:
+    if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
+        messages.warn(
+            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower it to log "
+            "the values of steps in each epoch."
+        )
+
+
+def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
+    context, workers = loader.multiprocessing_context, loader.num_workers
+    most = suggested_max_num_workers(trainer.num_devices)
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if workers and method == "spawn" and not loader.persistent_workers:
+        messages.warn(f"{name} spawns its workers for every epoch. DataLoader(persistent_workers=True) keeps them.")
+    elif workers <= 2 < most or workers < 2 <= most:
+        messages.warn(
+            f"{name} has {workers} workers, so loading may be slower than training. Raise num_workers of its "
+            f"DataLoader, up to {most} on this machine."
+        )
+    if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
+        messages.warn(
+            f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is made again every "
+            f"{trainer.reload_dataloaders_every_n_epochs} epochs: the old workers may stay. Leave one of these out."
+        )
+
+
+def datamodule_text(datamodule: DataModule) -> str:
+    """A DataModule as text: the sizes of its loaders' data sets."""
+    return os.linesep.join(f"{{{word} dataloader: {_sizes(datamodule, hook)}}}" for word, hook in _LOADERS.items())
+
+
+def _sizes(datamodule: DataModule, hook: str) -> str:
+    method = overridden(datamodule, hook, DataModule)
+    try:
+        loaders = None if method is None else method()
+    except Exception:  # the data sets are made in setup
+        loaders = None
+    if loaders is None:
+        return "None"
+    if hasattr(loaders, "dataset"):
+        return _size(loaders)
+    found = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+    return " ; ".join(f"{number}. {_size(loader)}" for number, loader in enumerate(found, start=1))
+
+
+def _size(loader: Any) -> str:
+    length = length_of(getattr(loader, "dataset", None))
+    return f"size={'NA' if length is None else length}"
