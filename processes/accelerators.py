@@ -61,7 +61,7 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """The GPU of an Apple processor."""
+    """An Apple GPU."""
 
     name = "mps"
 

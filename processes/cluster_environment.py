@@ -108,7 +108,7 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Whether SLURM has started this process's job before, so there may be a checkpoint to resume from."""
+    """Whether SLURM has started this process's job before, so that there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
@@ -265,7 +265,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """The cluster of a launcher whose variables ``names`` hold rank, size, local rank and local size."""
+    """The cluster from a launcher's variables: ``names`` are the ones for rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))

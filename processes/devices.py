@@ -20,7 +20,7 @@ _CGROUPS = (
 AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
 ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
 Kind = Literal["cpu", "cuda", "mps"]
-#: Kinds that ``"gpu"`` stands for, best first.
+#: Kinds that ``"gpu"`` means, best first.
 _GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process can still allocate, within the limit of its control group."""
+    """Bytes of host memory that this process can still allocate, within its cgroup's limit."""
     give_back_memory()
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -49,11 +49,11 @@ FROZEN = Host("a frozen program")
 PYTEST = Host("pytest", can_spawn=True)
 UNITTEST = Host("unittest", can_spawn=True)
 DOCTEST = Host("doctest")
-WORKER = Host("a process that multiprocessing started", can_spawn=True)
+WORKER = Host("a process started by multiprocessing", can_spawn=True)
 SWEEP = Host("a Hydra sweep", can_spawn=True)
 COMMAND = Host("`python -c`")
 STANDARD_INPUT = Host("a program read from standard input")
-EMBEDDED = Host("a Python inside another program (sys.executable is empty)")
+EMBEDDED = Host("Python embedded in another program (sys.executable is empty)")
 
 #: Modules that are on the call stack while the host runs the user's code.
 _RUNNING = {

@@ -16,7 +16,7 @@ _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Whether this process runs a Hydra sweep: several jobs, each of which calls a function of the program."""
+    """Whether this process runs a Hydra sweep: several jobs that each call a function in the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 

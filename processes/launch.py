@@ -288,7 +288,7 @@ def find_place(
 
 def _whole(name: str, text: str, below: int) -> int:
     if not text.isdecimal() or int(text) >= below:
-        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to such a number.")
+        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
     return int(text)
 
 
@@ -315,7 +315,7 @@ class _Job:
 
 
 def _run(job: _Job) -> None:
-    """In a new process: call the function, and save rank 0's result or this rank's failure."""
+    """Call the function, and save rank 0's result or this rank's failure. Runs in a new process."""
     import torch
 
     if hasattr(os, "setsid"):
@@ -357,7 +357,7 @@ def _load_work(file: Path) -> _Work:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"A fresh process cannot import what the run uses ({error}). It can import definitions at the top level of "
-            "a .py file in a folder of sys.path, but nothing below a main guard, and no test file that pytest loads "
+            "a .py file in a folder on sys.path, but nothing below a main guard, and no test file that pytest loads "
             "with --import-mode=importlib. Move the definition to a .py file that can be imported (pytest's setting "
             "`pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
         ) from error
@@ -428,7 +428,7 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
 
 
 def _refuse_definitions(work: _Work) -> None:
-    """Refuse work that uses definitions from a prompt or a notebook cell, which a fresh process cannot import."""
+    """Reject work that uses definitions from a prompt or notebook cell: a fresh process cannot import them."""
     finder = _Finder(_Nowhere())
     if not has_file():
         with suppress(Exception):  # _save reports objects that cannot be pickled

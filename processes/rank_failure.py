@@ -36,7 +36,7 @@ _PEER_LOST = re.compile(
     r"|^torch\.distributed\.Dist(Network|Store|Backend)Error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-#: First words of faulthandler's messages, and their signals; any other message means SIGABRT.
+#: The signal for each first word of faulthandler's messages; any other message means SIGABRT.
 _CRASHES = {
     "Segmentation": signal.SIGSEGV,
     "Floating": signal.SIGFPE,
@@ -128,7 +128,7 @@ def _write_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _moment(error: BaseException) -> int:
-    """When this exception, or the one that caused it, was first seen, in nanoseconds."""
+    """The time when this exception, or an exception that caused it, was first seen, in nanoseconds."""
     now = time.time_ns()
     first, at, seen = now, error, set[int]()
     while at is not None and id(at) not in seen:
@@ -300,7 +300,9 @@ def signal_name(number: int) -> str:
 
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
-        return ", probably by the system because memory ran out: check its log; use smaller batches or fewer workers"
+        return (
+            ", probably by the system because memory ran out: check its log, and use smaller batches or fewer workers"
+        )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
         return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
     return ""

@@ -27,7 +27,7 @@ _MEETING = "paceline/meeting"
 
 
 def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
-    """The agent's store under a prefix for this attempt; None if no agent keeps a store across attempts.
+    """The agent's store, with a prefix for this attempt; None if no agent keeps a store across attempts.
 
     Raises:
         RuntimeError: other ranks did not start within ``timeout``; the message names them.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for the answers of the other ranks' threads; less than launchers wait before they kill.
+#: How long a rank waits for answers from the other ranks' threads; shorter than launchers wait before they kill.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -34,7 +34,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a run stops, the same on all ranks.
+    """Where a run stops; the same on all ranks.
 
     Attributes:
         boundary: the number of the boundary, counted from 1.

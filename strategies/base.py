@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Strategy(Placement, Communication, State):
     """One process on one device. Subclasses spread the work over more.
 
-    The base classes handle placement, communication and checkpoint state. This class adds what needs several of them:
-    the start and end of a run, and the training step. A run calls ``setup_environment`` -> ``setup_module`` ->
-    ``setup_optimizers`` -> steps -> ``teardown``, in this order.
+    The base classes handle placement, communication and checkpoint state. This class adds the parts that need several
+    of these: the start and end of a run, and the training step. A run calls ``setup_environment``, ``setup_module``,
+    ``setup_optimizers``, then the steps, and finally ``teardown``.
 
     Precision is a separate object, not a subclass: ``strategy.precision`` decides dtypes and loss scaling.
     """
@@ -57,9 +57,9 @@ class Strategy(Placement, Communication, State):
             torch.cuda.set_device(self.device)
 
     def for_another_module(self) -> Self:
-        """A strategy with the same processes, device and precision, for one more module.
+        """A strategy with the same processes, device and precision, for another module.
 
-        Every rank must call this on a strategy that is set up and holds no module itself.
+        Every rank must call this, on a strategy that is set up and has no module of its own.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -69,7 +69,7 @@ class Strategy(Placement, Communication, State):
         """Whether :meth:`setup_module` should place a module; False if a device map has already placed it.
 
         Raises:
-            RuntimeError: a device map has placed it, and this strategy cannot use it that way.
+            RuntimeError: a device map has placed it, and this strategy cannot use such a module.
         """
         spread = spread_in(module)
         if spread is None:
@@ -121,18 +121,18 @@ class Strategy(Placement, Communication, State):
         """Set whether the next backward pass communicates; only a window's last micro-batch needs to."""
 
     def sync_next_backward(self) -> None:
-        """Let the next backward pass communicate gradients, although its forward pass ran with communication off."""
+        """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
         self.sync_gradients(True)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
-        """Communicate accumulated gradients that no later backward pass will communicate."""
+        """Reduce accumulated gradients that no later backward pass will reduce."""
 
     def left_gradients(self) -> bool:
         """Whether the last backward pass failed to communicate its gradients. Called once after each pass."""
         return False
 
     def find_latecomers(self, module: nn.Module) -> None:
-        """Look for parameters that were added or unfrozen since the module was wrapped. Called when a pass begins."""
+        """Look for parameters that were added or unfrozen after wrapping. Called when a pass over a loader begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context in which gradients stay local to their process, regardless of :meth:`sync_gradients`."""
@@ -218,6 +218,6 @@ class Strategy(Placement, Communication, State):
 
 
 class SingleDevice(Strategy):
-    """Trains on one CPU, GPU or Apple device. Its names: ``"single_device"`` and, for the CPU, ``"cpu"``."""
+    """Trains on one CPU, GPU or Apple device: ``"single_device"``, or ``"cpu"`` for the CPU."""
 
     names: ClassVar[tuple[str, ...]] = ("single_device", "cpu")

@@ -51,7 +51,7 @@ StrategyName = Literal[
     DeepSpeedName,
 ]
 
-#: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is used.
+#: Multi-process strategies: name -> (file, class, arguments). A file is imported when its name is used.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": ("ddp", "DDPStrategy", {}),
     "ddp_spawn": ("ddp", "DDPStrategy", {"start_method": "spawn"}),
@@ -198,7 +198,7 @@ def named(name: str, precision: Precision | None = None, **options: Any) -> Dist
 
 
 def _name_for(name: str, options: Options) -> str:
-    """The name of the strategy that fits both a name and options."""
+    """The name of the strategy that fits both the given name and the options."""
     wanted = options.wanted
     if name == "auto":
         return wanted or "auto"
@@ -374,6 +374,6 @@ def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
             f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} returned "
-            f"{messages.a(made)}. It must name a subclass of paceline.strategies.Strategy."
+            f"{messages.a(made)}. It must refer to a subclass of paceline.strategies.Strategy."
         )
     return made

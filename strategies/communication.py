@@ -116,7 +116,7 @@ class Communication:
         return data
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
-        """Every process's object, by rank, on every process. Sent over the host as pickles: for small objects."""
+        """Gather every process's object, by rank, on every process. Pickled, over the host: for small objects."""
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:

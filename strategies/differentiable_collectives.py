@@ -1,6 +1,6 @@
-"""Collectives that gradients flow through, over any backend.
+"""Differentiable collectives for any backend.
 
-Torch's own (torch.distributed.nn.functional) are deprecated, and their suggested replacements are not differentiable.
+Torch's own (torch.distributed.nn.functional) are deprecated, and the suggested replacements are not differentiable.
 """
 
 from __future__ import annotations

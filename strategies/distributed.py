@@ -154,14 +154,14 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes, one each, and the number of machines. Called first."""
+        """Set the devices of this machine's processes (one each) and the number of machines. Called first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
         check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Take the rank and device that a launcher gave this process; rank 0's if there is no launcher."""
+        """Use the rank and device from this process's launcher, or rank 0's if there is no launcher."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -304,7 +304,7 @@ class DistributedStrategy(Strategy):
         if self._beside is None:
             self._beside = copy.copy(self)
             self._beside._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._beside._watch = None  # it reports where the main thread waits
+            self._beside._watch = None  # the watch only reports where the main thread waits
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
@@ -362,7 +362,7 @@ class DistributedStrategy(Strategy):
             listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
             raise UnlikeTensorsError(
                 f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
-                "the same shape, or gather a number that each rank computes.",
+                "the same shape, or gather a single number from each rank.",
                 found,
             )
 

@@ -14,7 +14,7 @@ SAME_BITS = (SGD, Adam, AdamW, RMSprop)
 SAME_BITS_IN = (torch.float32, torch.float64)
 #: Minimum number of parameters in a group: with fewer, grouping them by kind costs more than it saves.
 FEWEST = 6
-#: Maximum number of elements of a group: with more, intermediate results do not fit into the cache.
+#: Maximum number of elements in a group: with more, intermediate results do not fit in the cache.
 MOST_ELEMENTS = 2**18
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the strategy classes from plugins, handlers and settings."""
+"""Arguments for the strategy classes, from plugins, handlers and settings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Options:
             return found
         if mesh and found.pop("sharding", None) == "hybrid":
             raise ValueError(
-                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Write "
+                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Use "
                 "dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
             )
         return found | dict(mesh)

@@ -42,7 +42,7 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """A compilation ends. The first long one is reported, so that the user does not take it for a slow step."""
+        """A compilation ends. Reports the first long one, so that the user does not mistake it for a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
@@ -79,8 +79,10 @@ def reason_in(text: str) -> str:
 def advice_for(reason: str) -> str:
     """Advice for avoiding recompilation for this reason."""
     if _SIZE.search(reason):
-        return "Use batches of few shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
-    return "Change and read it outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
+        return "Use fewer batch shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
+    return (
+        "Change and read this value outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
+    )
 
 
 _watch = CompileWatch()

@@ -70,7 +70,7 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor like ``own``. A value that does not fit is unchanged, so ``load_state_dict`` reports it."""
+    """Shard a full tensor like ``own``. Other values stay unchanged, so that ``load_state_dict`` reports them."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
     return cut(value, own) if fits else value
 
@@ -88,7 +88,7 @@ def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and layout on the meta device."""
+    """A tensor on the meta device with the same shape and layout."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="meta")
     return from_part(torch.empty_like(tensor.to_local(), device="meta"), tensor)

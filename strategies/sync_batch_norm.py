@@ -20,12 +20,12 @@ class TorchSyncBatchNorm:
     """A plugin with the effect of ``Trainer(sync_batchnorm=True)``: batch norms use the batches of all processes."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """The model with synchronized batch norms."""
+        """Return the model with synchronized batch norms."""
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def trained(module: nn.Module) -> list[nn.Module]:
-    """The batch norms of a module that use the statistics of each batch."""
+    """The batch norms in a module that use each batch's statistics."""
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.training]
 
 

@@ -17,7 +17,9 @@ OLDEST = (0, 19)
 def require_deepspeed(stage: int) -> None:
     """Raise if DeepSpeed is missing or too old; the error names a strategy that can replace this stage."""
     if importlib.util.find_spec("deepspeed") is None:
-        instead = "'fsdp', which does what stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
+        instead = (
+            "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"
+        )
         raise ModuleNotFoundError(
             f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
             f"Without it, use strategy={instead}.",

@@ -67,7 +67,7 @@ class DeepSpeedSettings:
     msamp_opt_level: str | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields have the values of the settings."""
+        """A copy whose unset fields are filled from the settings."""
         return fill(self, settings, _FROM)
 
     @property
@@ -76,7 +76,7 @@ class DeepSpeedSettings:
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration or else from the field.
+        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration if set, else from the field.
 
         Raises:
             ValueError: the two differ.
@@ -170,7 +170,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r}: there is no such file in {Path.cwd()}.")
+        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r}: no such file in {Path.cwd()}.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

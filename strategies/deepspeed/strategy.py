@@ -123,7 +123,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
-            return module  # it is already in place
+            return module  # already in place
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
@@ -165,7 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._num_groups = len(groups)
         if not self._groups:
             raise ValueError(
-                f"No parameter of {type(optimizer).__name__} requires a gradient, so DeepSpeed has nothing to train. "
+                f"No parameter of {type(optimizer).__name__} requires gradients, so DeepSpeed has nothing to train. "
                 "Unfreeze some, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
@@ -233,7 +233,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         loss = self.precision.scale_loss(loss)
         if not loss.requires_grad:
-            loss.backward()  # raises torch's error about a loss without a graph; DeepSpeed would assert
+            loss.backward()  # raises torch's error for a loss without a graph; DeepSpeed would fail an assertion
         if how is None:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -307,8 +307,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but had "
-                f"{self._num_groups} when DeepSpeed split them. Return all groups from configure_optimizers, or use "
-                "strategy='fsdp' or 'ddp' to add groups later."
+                f"{self._num_groups} when DeepSpeed partitioned them. Return all groups from configure_optimizers, or "
+                "use strategy='fsdp' or 'ddp' to add groups later."
             )
         for index, theirs in zip(self._groups, inner, strict=True):
             ours = optimizer.param_groups[index]

@@ -106,7 +106,7 @@ def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device
 
 @torch.no_grad()
 def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole``, which has the parameter's shape, to ``values``."""
+    """Write this rank's piece of ``whole`` (a full tensor in the parameter's shape) to ``values``."""
     part = whole.flatten()[piece.first : piece.first + piece.numel]
     values[piece.start : piece.start + piece.numel].copy_(part)
 

@@ -76,7 +76,7 @@ class FSDPSettings:
     min_num_params: int | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields have the values of the settings."""
+        """A copy whose unset fields are filled from the settings."""
         names = [field.name for field in fields(FSDPSettings) if field.name not in _WITHOUT_SETTING]
         return fill(self, settings, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
 

@@ -199,7 +199,7 @@ class FSDPStrategy(DistributedStrategy):
         return noting()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place, with rank 0's weights; layers on the meta device get their initial values.
+        """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
         Deferred weights only get memory; :meth:`settle_weights` reads them.
         """
@@ -221,8 +221,8 @@ class FSDPStrategy(DistributedStrategy):
             vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
-                f"This {type(module).__name__} was sharded by an FSDPStrategy with other arguments. Use the same ones "
-                "again, or build a new module and load the weights from a checkpoint."
+                f"This {type(module).__name__} was sharded by an FSDPStrategy with different arguments. Use the same "
+                "arguments, or build a new module and load the weights from a checkpoint."
             )
         elif self._holder.broken:
             raise RuntimeError(
@@ -396,7 +396,7 @@ class FSDPStrategy(DistributedStrategy):
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if backward_hooks(loss) is None:  # torch did not find the loss in what the step returned
+        if backward_hooks(loss) is None:  # torch did not find the loss in the step's output
             expect_backward(fsdp_state(self._holder))(loss)
         super().backward(loss, how)
         if self._inside:
@@ -491,9 +491,9 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root that is sharded. Its forward runs a step of the user's module, whose class does not change.
+    """The root module that is sharded. Its forward runs a step of the user's module, whose class does not change.
 
-    As long as it is not sharded, its methods have nothing to gather.
+    Its methods do nothing until it is sharded.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

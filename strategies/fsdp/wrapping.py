@@ -59,7 +59,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20)) or "none"
         raise ValueError(
             f"FSDPStrategy({argument}={_shown(policy)}) matches no module with parameters in {type(root).__name__}. "
-            f"The classes in it are {listed}. Name one of them, or leave {argument} out."
+            f"Its classes are {listed}. Name one of them, or leave {argument} out."
         )
     return found
 

@@ -49,7 +49,7 @@ class SplitSequences:
         """This process's part of a batch.
 
         Raises:
-            ValueError: a length is not divisible by the number of processes, or the batch lacks a named tensor.
+            ValueError: a sequence length is not divisible by the number of processes, or a named tensor is missing.
         """
         if not isinstance(self.dims, Mapping):
             dim = self.dims
@@ -118,7 +118,7 @@ class _Attention(TorchFunctionMode):
             raise NotImplementedError(
                 f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()} is not "
                 f"supported: a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
-                "is_causal=True or no mask; if the batch is padded, let the loss ignore the padding."
+                "is_causal=True or no mask; if the batch is padded, make the loss ignore the padding."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:

@@ -204,7 +204,7 @@ class Plan:
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
             f"computes and that is not among the arguments of {name} (a skip connection, a weight of another stage, or "
-            "a Python number read from an earlier tensor). Pass it through the arguments of the blocks, or split "
+            "a Python number read from an earlier tensor). Pass it through the blocks' arguments, or split "
             "elsewhere with split_points."
         )
 

@@ -77,7 +77,7 @@ class Weights:
             parameter.grad = None
 
     def take_gradients(self, factor: Tensor | None) -> None:
-        """Multiply the batch's gradients by a factor, shape (), and add those of earlier batches."""
+        """Multiply the batch's gradients by a factor, shape (), and add the gradients of earlier batches."""
         grads = [p.grad for p in self._held if p.grad is not None]
         if grads and factor is not None:
             sharded_tensors.multiply(grads, factor)
@@ -226,7 +226,7 @@ class Weights:
 
 
 def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -> None:
-    """Sum or average gradients over a group, several per message; a missing gradient counts as zeros."""
+    """Sum or average gradients over a group, in buckets; a missing gradient counts as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

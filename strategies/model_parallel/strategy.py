@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The mesh's dimensions, outermost first: the ranks of a tensor-parallel group are neighbors, on one machine.
+#: The mesh's dimensions, outermost first, so that a tensor-parallel group has neighboring ranks on one machine.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: The argument for each dimension.
 ARGUMENTS = {
@@ -67,7 +67,7 @@ class ModelParallelStrategy(FSDPStrategy):
             width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
             Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
-        context_parallel_dims: the dimension of the sequence in a batch's tensors, for ``context_parallel``: ``1`` for
+        context_parallel_dims: the sequence dimension in a batch's tensors, for ``context_parallel``: ``1`` for
             all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``). The step
             gets one part of the sequence: the batch must contain positions, and labels that are already shifted; the
             loss is a mean over that part, or comes with ``num_items``. Attention (``scaled_dot_product_attention``)

@@ -85,7 +85,7 @@ class Splitter:
         generator = torch.Generator().manual_seed(0)
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if parameter.is_meta:  # it has no values yet; random ones are enough here
+            if parameter.is_meta:  # it has no values yet, but random values are enough here
                 values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
                 tensors[key] = values.to(self.mesh.device_type, parameter.dtype)
                 split_ones[key] = cut_if_fits(tensors[key], parameter)
@@ -125,7 +125,7 @@ class Splitter:
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
     if not found.columns:
-        why = "; ".join(found.left) or "it has no attention with separate q, k, v and no pair of linear layers"
+        why = "; ".join(found.left) or "it has neither an attention with separate q, k, v nor a pair of linear layers"
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
             "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "

@@ -111,7 +111,7 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
 
 
 def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
-    """The linear layer that computes a model's logits, to be split over ``size`` processes; not one of ``taken``.
+    """The linear layer that computes a model's logits and can be split over ``size`` processes; not one of ``taken``.
 
     Raises:
         ValueError: there is none, it shares its weight, or ``size`` does not divide its number of outputs.
@@ -305,7 +305,7 @@ def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], st
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
-    layers = _layers(owner) if name else {}  # the forward of a whole model may use its own layers in any way
+    layers = _layers(owner) if name else {}  # a whole model's forward may use its own layers in any way
     for ups, down in NETWORKS:
         if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down

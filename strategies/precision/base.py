@@ -30,14 +30,14 @@ class Precision:
 
     #: The canonical name, as in ``Trainer(precision=...)``.
     name: str = "32-true"
-    #: The dtype floating-point inputs are converted to when a batch is moved, or None.
+    #: The dtype to convert floating-point inputs to when a batch is moved, or None.
     input_dtype: torch.dtype | None = None
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
     @property
     def precision(self) -> str:
-        """Its name, as in ``Trainer(precision=...)``."""
+        """The name, as in ``Trainer(precision=...)``."""
         return self.name
 
     def use_on(self, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class TruePrecision(Precision):
     """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors have one dtype.
 
     Complex tensors become complex128 with ``"64-true"``, and do not change otherwise. With 16 bits, weights are rounded
-    and small updates are lost, so mixed precision is better for training.
+    and small updates get lost, so mixed precision is better for training.
     """
 
     def __init__(self, name: TrueName = "bf16-true") -> None:

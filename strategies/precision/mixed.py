@@ -136,7 +136,9 @@ class MixedPrecision(Precision):
         if not gradients(optimizer):
             return super().optimizer_step(optimizer)
         self.unscale_gradients(optimizer)
-        self.scaler.step(optimizer)  # this waits for the device, so reading overflows again is free
+        self.scaler.step(
+            optimizer
+        )  # this already waits for the device, so reading the overflow flags costs nothing more
         found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True

@@ -181,7 +181,7 @@ def test_e10_without_the_package_deepspeed_says_what_to_install() -> None:
         assert strategy.stage == 3
         return
     with pytest.raises(
-        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which does what stage 3 does"
+        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which is equivalent to stage 3"
     ):
         chosen(deepspeed=DeepSpeedPlugin(zero_stage=3))
 

@@ -78,7 +78,9 @@ def test_a_packages_strategy_of_one_process_is_refused_several(
     arguments: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
-    with pytest.raises(ValueError, match=r"has one process\. Derive it from paceline\.strategies.DistributedStrategy"):
+    with pytest.raises(
+        ValueError, match=r"runs in one process\. Derive it from paceline\.strategies.DistributedStrategy"
+    ):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 
 

@@ -702,7 +702,7 @@ def test_a_sharded_module_is_not_sharded_again_with_other_arguments() -> None:
         train(module, FSDPStrategy(), 2, 1)
         train(module, FSDPStrategy(wrap=None), 2, 1)
 
-    with pytest.raises(RanksError, match=r"This Transformer was sharded by an FSDPStrategy with other arguments"):
+    with pytest.raises(RanksError, match=r"This Transformer was sharded by an FSDPStrategy with different arguments"):
         ranks(2, run)
 
 
