@@ -431,7 +431,7 @@ def test_a_missing_attribute_is_an_error_that_lists_the_hyperparameters() -> Non
     [
         ([1, 2], "a list was given, which yields ready-made batches"),
         ({"a": tiny_loader(), "b": tiny_loader()}, "several loaders were given"),
-        (DataLoader(data(), batch_size=None), r"batches from its data set \(batch_size=None\)"),
+        (DataLoader(data(), batch_size=None), r"batches from its dataset \(batch_size=None\)"),
         (
             DataLoader(data(), batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(data()), 2, False)),
             "gets its batches from Mine",
