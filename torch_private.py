@@ -141,7 +141,7 @@ def load_own_tensors(
 
     Args:
         module: the module to load into.
-        state: the state of the whole model.
+        state: the full model's state.
         prefix: the module's name in it, with a dot at the end; empty for the whole model.
         version: the module's entry in :func:`saved_versions`.
         missing: gets the names that are not in ``state``.

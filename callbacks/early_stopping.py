@@ -284,5 +284,5 @@ def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool 
     return (
         f"{who}(monitor={monitor!r}) has no value to monitor, because {monitor!r} was not logged."
         f"{messages.did_you_mean(monitor, logged)} {there} "
-        f"{fix}Call self.log({monitor!r}, ...), or monitor one that is logged."
+        f"{fix}Call self.log({monitor!r}, ...), or monitor a metric that is logged."
     )

@@ -232,7 +232,7 @@ def _normal(name: str) -> str:
 
 
 def install(package: Package) -> bool:
-    """Make the imports of a package import Paceline; return False if they already do.
+    """Redirect a package's imports to Paceline; return False if they already are.
 
     Raises:
         RuntimeError: the real package has already been imported.

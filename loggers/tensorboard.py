@@ -215,11 +215,11 @@ class TensorBoardLogger(FolderLogger):
         self._hparams_due = self._hparams_due and not self._session_open
 
     def _files(self) -> list[Path]:
-        """Return this run's event files, including those of curves in one plot."""
+        """Return this run's event files, including the files of curves that share a plot."""
         return sorted(Path(self.log_dir).rglob(f"*tfevents*{self._mark}*"))
 
     def _own_files(self) -> Iterator[Path]:
-        """Return this run's event files without those of curves in one plot."""
+        """Return this run's event files, without the files of curves that share a plot."""
         return Path(self.log_dir).glob(f"*tfevents*{self._mark}*")
 
     def finalize(self, status: str) -> None:

@@ -118,7 +118,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a library's version (or a version) and another one."""
+    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a version, or a library's, and the required one."""
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -129,7 +129,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether ``">="`` (...) holds between torch's version, without local parts such as ``+cpu``, and another one."""
+    """Whether ``">="`` (...) holds between torch's version (without ``+cpu`` and the like) and the required one."""
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 

@@ -162,7 +162,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write the file on the main process and wait for it on the others. It appears complete or not at all."""
+    """Write the file on the main process and wait for it on the other processes. It appears complete or not at all."""
     if accelerator.is_main_process:
         save_object(state, path, False)
     accelerator.wait_for_everyone()

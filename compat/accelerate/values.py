@@ -55,7 +55,7 @@ def is_tensor_information(value: Any) -> bool:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge a dict into another one, recursively; returns the latter."""
+    """Merge ``source`` into ``destination``, recursively; returns ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))

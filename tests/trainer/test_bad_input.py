@@ -815,7 +815,7 @@ def test_a_callbacks_monitor_that_was_never_logged_lists_what_was(kind: Any, qui
         "was not logged",
         "Did you mean 'val_loss'?",
         "'train_loss' and 'val_loss'",
-        "Call self.log('val_los', ...), or monitor one that is logged",
+        "Call self.log('val_los', ...), or monitor a metric that is logged",
     )
 
 

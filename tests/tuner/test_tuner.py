@@ -406,7 +406,7 @@ class NoSize(TinyModule):
 
 def test_a_size_that_nobody_reads_is_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"Blind\.batch_size.* was set to 2, but the loader yields batches of 3: it do"
+        RuntimeError, match=r"Blind\.batch_size.* was set to 2, but the loader yields batches of 3, so it do"
     ):
         tuned(9, Blind())
 
@@ -431,7 +431,7 @@ def test_a_missing_attribute_is_an_error_that_lists_the_hyperparameters() -> Non
     [
         ([1, 2], "a list was given, which yields ready-made batches"),
         ({"a": tiny_loader(), "b": tiny_loader()}, "several loaders were given"),
-        (DataLoader(data(), batch_size=None), r"batches from its data set \(batch_size=None\)"),
+        (DataLoader(data(), batch_size=None), r"batches from its dataset \(batch_size=None\)"),
         (
             DataLoader(data(), batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(data()), 2, False)),
             "gets its batches from Mine",
