@@ -10,6 +10,7 @@ from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 _MOVED = {
+    "accelerator.compat": "compat.accelerate",
     "loggers.messages": "messages",
     "strategies.big_model": "big_model",
     "strategies.big_model.hooks": "big_model.hooks",

@@ -102,6 +102,11 @@ def is_initialized(module: nn.Module) -> bool:
     return "_modules" in vars(module)
 
 
+def unscales_in_its_step(optimizer: Any) -> bool:
+    """Whether an optimizer takes the loss scale out inside of its step. If it goes: False; nothing is refused then."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 #: The method behind ``.to()``, ``.cuda()`` and ``.half()``: applies a function to all tensors. An attribute of this
 #: name on an object replaces it. If torch removes it: AttributeError where dtypes are converted, and a model that a
 #: device map has spread can be moved.

@@ -10,10 +10,11 @@ from types import ModuleType
 from .. import messages
 from . import finder
 
-PACKAGES = ("lightning",)
+PACKAGES = ("lightning", "accelerate")
 #: Environment variable with the packages to replace, separated by commas, in this process and its child processes.
 VARIABLE = "PACELINE_STANDS_IN"
-#: Folder of modules named like the packages; they install the replacement in the Python processes that it starts.
+#: A folder for each package, with modules named like it; they install the replacement in the Python processes that a
+#: program starts.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 
@@ -43,10 +44,8 @@ def install_from_environment() -> None:
 
 
 def found_on_path(root: str) -> ModuleType:
-    """Replace a package in a process that found it in the folder ``on_path``, and import it."""
-    install(
-        next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots)
-    )
+    """Replace a package in a process that found it in its folder in ``on_path``, and import it."""
+    install(next(name for name in PACKAGES if root in _package(name).roots))
     return importlib.import_module(root)
 
 
@@ -60,9 +59,10 @@ def _tell_children(name: str) -> None:
     if name not in named:
         os.environ[VARIABLE] = ",".join([*named, name])
     path = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    for folder in (os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))), _FOLDER):
+    names = os.path.join(_FOLDER, name)
+    for folder in (os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))), names):
         if folder not in path:
             path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
-    if _FOLDER not in sys.path:
-        sys.path.insert(1, _FOLDER)  # spawned processes inherit this one's path
+    if names not in sys.path:
+        sys.path.insert(1, names)  # spawned processes inherit this one's path

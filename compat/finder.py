@@ -96,7 +96,8 @@ class Alias(ModuleType):
         vars(self)["_targets"] = package.modules[name]
         vars(self)["_replaced"] = {}
         vars(self).update(package.constants.get(name, {}))
-        vars(self)["__all__"] = sorted(one for one in self._targets if not one.startswith("_"))
+        listed = {*self._targets, *package.constants.get(name, {})}
+        vars(self)["__all__"] = sorted(one for one in listed if not one.startswith("_"))
 
     def __getattr__(self, name: str) -> Any:
         package: Package = vars(self)["_package"]

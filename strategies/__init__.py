@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
     from .precision import TruePrecision as TruePrecision
-    from .registry import StrategyRegistry as StrategyRegistry
 
 lazy_names(
     globals(),
@@ -31,6 +30,5 @@ lazy_names(
         "fsdp.strategy": "FSDPStrategy",
         "model_parallel.strategy": "ModelParallelStrategy",
         "precision": "MixedPrecision Precision TruePrecision",
-        "registry": "StrategyRegistry",
     },
 )

@@ -5,9 +5,10 @@ Every module has all names: a program finds ``set_seed`` wherever it imports it 
 
 from __future__ import annotations
 
-import importlib
+import functools
 from typing import Any
 
+from ..finder import UNKNOWN, Package, Target, placeholder
 from . import probes
 
 #: The version of Accelerate whose names these are; programs see it as the installed one.
@@ -29,59 +30,59 @@ MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() f
 
 #: Modules of Paceline, and the names of Accelerate that they have.
 _PLACES = {
-    ".accelerator": "Accelerator GradientState",
-    "...accelerator.enums": (
+    "compat.accelerate.accelerator": "Accelerator GradientState",
+    "accelerator.enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "...accelerator.kwargs_handlers": (
+    "accelerator.kwargs_handlers": (
         "AORecipeKwargs AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler MSAMPRecipeKwargs ProfileKwargs TERecipeKwargs"
     ),
-    "...accelerator.launchers": "debug_launcher notebook_launcher",
-    "...accelerator.loaders": "DataLoaderConfiguration skip_first_batches",
-    "...accelerator.local_sgd": "LocalSGD",
-    "...accelerator.logging": "MultiProcessAdapter get_logger",
-    "...accelerator.nested_tensors": (
+    "accelerator.launchers": "debug_launcher notebook_launcher",
+    "accelerator.loaders": "DataLoaderConfiguration skip_first_batches",
+    "accelerator.local_sgd": "LocalSGD",
+    "accelerator.logging": "MultiProcessAdapter get_logger",
+    "accelerator.nested_tensors": (
         "ConvertOutputsToFp32 TensorInformation concatenate convert_outputs_to_fp32 convert_to_fp32 find_batch_size "
         "find_device get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
         "is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     ),
-    "...accelerator.operations": "DistributedOperationException",
-    "...accelerator.optimizers": "AcceleratedOptimizer",
-    "...accelerator.parallelism_config": (
+    "accelerator.operations": "DistributedOperationException",
+    "accelerator.optimizers": "AcceleratedOptimizer",
+    "accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
-    "...accelerator.plugins": (
+    "accelerator.plugins": (
         "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration "
         "TorchDynamoPlugin"
     ),
-    "...accelerator.process_state": "AcceleratorState PartialState is_initialized",
-    "...accelerator.progress_bar": "tqdm",
-    "...accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
-    "...accelerator.schedulers": "AcceleratedScheduler",
-    "...accelerator.trackers": (
+    "accelerator.process_state": "AcceleratorState PartialState is_initialized",
+    "accelerator.progress_bar": "tqdm",
+    "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
+    "accelerator.schedulers": "AcceleratedScheduler",
+    "accelerator.trackers": (
         "GeneralTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
-    "...big_model.device_map": "check_device_map",
-    "...big_model.dispatch": (
+    "big_model.device_map": "check_device_map",
+    "big_model.dispatch": (
         "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model"
     ),
-    "...big_model.empty_init": "init_empty_weights init_on_device",
-    "...big_model.hooks": (
+    "big_model.empty_init": "init_empty_weights init_on_device",
+    "big_model.hooks": (
         "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
         "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
     ),
-    "...big_model.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
-    "...big_model.offload": (
+    "big_model.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+    "big_model.offload": (
         "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
         "save_offload_index"
     ),
-    "...big_model.infer_device_map": "get_balanced_memory get_max_memory infer_auto_device_map",
-    "...big_model.module_sizes": "compute_module_sizes find_tied_parameters",
-    "...memory.out_of_memory_retry": "clear_device_cache find_executable_batch_size release_memory",
-    ".big_model": (
+    "big_model.infer_device_map": "get_balanced_memory get_max_memory infer_auto_device_map",
+    "big_model.module_sizes": "compute_module_sizes find_tied_parameters",
+    "memory.out_of_memory_retry": "clear_device_cache find_executable_batch_size release_memory",
+    "compat.accelerate.big_model": (
         "align_module_device attach_align_device_hook attach_align_device_hook_on_blocks "
         "attach_execution_device_hook calculate_maximum_sizes check_tied_parameters_in_config "
         "check_tied_parameters_on_same_device clean_device_map compute_module_total_buffer_size "
@@ -89,22 +90,22 @@ _PLACES = {
         "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params id_tensor_storage "
         "load_offloaded_weights load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
     ),
-    ".environment": (
+    "compat.accelerate.environment": (
         "are_libraries_initialized check_os_kernel clear_environment compare_versions convert_dict_to_env_variables "
         "default_config_file get_current_device_type get_int_from_env is_port_in_use is_torch_version "
         "load_config_from_file parse_choice_from_env parse_flag_from_env patch_environment "
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
-    ".models": (
+    "compat.accelerate.models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
         "save_fsdp_model save_fsdp_optimizer"
     ),
-    ".processes": (
+    "compat.accelerate.processes": (
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
-    ".values": (
+    "compat.accelerate.values": (
         "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
         "is_tensor_information merge_dicts recursive_getattr"
     ),
@@ -112,11 +113,11 @@ _PLACES = {
 
 #: Names of Accelerate that have another name in Paceline.
 _RENAMED = {
-    "BaseEnum": ("...accelerator.enums", "Word"),
-    "DataLoaderAdapter": ("...accelerator.loaders", "PreparedLoader"),
-    "DataLoaderShard": ("...accelerator.loaders", "PreparedLoader"),
-    "DataLoaderStateMixin": ("...accelerator.loaders", "PreparedLoader"),
-    "should_reduce_batch_size": ("...memory.out_of_memory_retry", "is_out_of_memory"),
+    "BaseEnum": Target("accelerator.enums", "Word"),
+    "DataLoaderAdapter": Target("accelerator.loaders", "PreparedLoader"),
+    "DataLoaderShard": Target("accelerator.loaders", "PreparedLoader"),
+    "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
+    "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }
 
 CONSTANTS: dict[str, Any] = {
@@ -193,41 +194,25 @@ _LEFT_OUT = {
         "TorchTensorParallelPlugin get_model_tp_size"
     ),
 }
-_HOMES = {name: (place, name) for place, listed in _PLACES.items() for name in listed.split()} | _RENAMED
+TARGETS = {name: Target(place, name) for place, listed in _PLACES.items() for name in listed.split()} | _RENAMED
 UNSUPPORTED = {name: why for why, listed in _LEFT_OUT.items() for name in listed.split()}
-ALL = sorted({*_HOMES, *CONSTANTS, *UNSUPPORTED, *probes.ANSWERS})
-
-#: What :func:`find` returns for a name that accelerate does not have.
-UNKNOWN = object()
+ALL = sorted({*TARGETS, *CONSTANTS, *UNSUPPORTED, *probes.ANSWERS})
+_VALUES = CONSTANTS | probes.ANSWERS
 
 
-def find(name: str) -> Any:
-    """Paceline's replacement for a name of ``accelerate``; UNKNOWN if there is none."""
-    if name in _HOMES:
-        place, own = _HOMES[name]
-        return getattr(importlib.import_module(place, __package__), own)
-    if name in CONSTANTS:
-        return CONSTANTS[name]
-    if name in UNSUPPORTED:
-        return _left_out(name)
-    return probes.ANSWERS.get(name, UNKNOWN)
+@functools.cache
+def fallback(name: str) -> Any:
+    """A class that stands for what Paceline does not have; UNKNOWN for what Accelerate does not have either."""
+    return placeholder(name, f"is not available: {UNSUPPORTED[name]}") if name in UNSUPPORTED else UNKNOWN
 
 
-class NotSupported:
-    """A class, function or context of Accelerate that Paceline does not have."""
-
-    why: str
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(self.why)
-
-
-_made: dict[str, type[NotSupported]] = {}
-
-
-def _left_out(name: str) -> type[NotSupported]:
-    """A class of that name, for ``isinstance`` and to inherit from; calling it raises."""
-    if name not in _made:
-        why = f"{name}: {UNSUPPORTED[name]}."
-        _made[name] = type(name, (NotSupported,), {"why": why, "__doc__": why, "__module__": __name__})
-    return _made[name]
+PACKAGE = Package(
+    name="accelerate",
+    version=VERSION,
+    modules={f"accelerate.{module}".rstrip("."): TARGETS for module in ("", *MODULES)},
+    constants={f"accelerate.{module}".rstrip("."): _VALUES for module in ("", *MODULES)},
+    distributions=("accelerate",),
+    fallback=fallback,
+    homepage="https://github.com/huggingface/accelerate",
+    check_early=("transformers", "diffusers", "peft", "trl", "sentence_transformers"),
+)

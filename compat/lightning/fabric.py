@@ -19,9 +19,10 @@ from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.process_state import forgotten
 from ...checkpoint import single_file
 from ...loggers.base import Logger
-from ...processes import seed
+from ...processes.accelerators import AcceleratorRegistry
 from ...processes.device_transfer import move
 from ...processes.host_program import find_host, fork_obstacle, start_method_in
+from ...processes.seed import seed_everything
 from ...strategies.base import Strategy
 from ...strategies.choose import choose_strategy
 from ...torch_private import pytree
@@ -67,8 +68,6 @@ class Fabric:
         self._asked_precision = precision is not None or given.precision is not None
         self._callbacks = _listed(callbacks)
         self._loggers: list[Logger] = _listed(loggers)
-        self._launched = False
-        self._models_setup = 0
         if type(self).run is not Fabric.run:
             vars(self)["run"] = partial(self._launch_and_run, self.run)
 
@@ -145,8 +144,6 @@ class Fabric:
     @property
     def accelerator(self) -> Any:
         """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
-        from ...processes.accelerators import AcceleratorRegistry
-
         return AcceleratorRegistry[self._strategy.device.type]()
 
     @property
@@ -222,7 +219,6 @@ class Fabric:
         wrapped = FabricModule(self.accelerator_of_loop, module)
         tie(self, module, optimizers)
         self._watch(optimizers)
-        self._models_setup += 1
         self.call("on_after_setup", fabric=self, module=wrapped)
         return wrapped
 
@@ -262,9 +258,9 @@ class Fabric:
         """Call the callbacks that want to know of an optimizer's steps."""
         for callback in self._callbacks:
             hook = getattr(callback, "on_after_optimizer_step", None)
-            for one in optimizers if callable(hook) else ():
-                call = partial(_after_step, hook, self._strategy, one)
-                one.optimizer.register_step_post_hook(call)
+            if callable(hook):
+                for one in optimizers:
+                    one.optimizer.register_step_post_hook(partial(_after_step, hook, self._strategy, one))
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -431,13 +427,15 @@ class Fabric:
         """
         self.accelerator_of_loop.strategy.barrier("Fabric.load")
         found = single_file.load(path, trusted=weights_only is False)
-        missing = [name for name in state or {} if name not in found]
+        if state is None:
+            return found
+        missing = [name for name in state if name not in found]
         if missing and strict:
             raise KeyError(
                 f"fabric.load({str(path)!r}): the file has no {messages.names(missing, last='and')}, only "
                 f"{messages.names(list(found), last='and')}. Leave it out of the state, or pass strict=False."
             )
-        for name in [name for name in state or {} if name in found] if state else []:
+        for name in [name for name in state if name in found]:
             self._load_into(state, name, found.pop(name), strict)
         return found
 
@@ -499,9 +497,9 @@ class Fabric:
             logger.log_metrics(metrics=values, step=step)
 
     @staticmethod
-    def seed_everything(given: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed Python's ``random``, numpy and torch; loader workers always get seeds of their own."""
-        return seed.seed_everything(given, workers is not False, verbose)
+        return seed_everything(seed, workers is not False, verbose)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -512,19 +510,17 @@ def _listed(given: Any) -> list[Any]:
 
 def _with_fabric(fabric: Fabric, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
     """Join the processes, and call the user's function."""
-    fabric._launched = True
     _ = fabric.accelerator_of_loop
     return None if function is None else function(fabric, *args, **kwargs)
 
 
 def _run(fabric: Fabric, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Join the processes, and call a subclass's ``run``."""
-    fabric._launched = True
     _ = fabric.accelerator_of_loop
     return type(fabric).run(fabric, *args, **kwargs)
 
 
-def _after_step(hook: Callable[..., Any], strategy: Strategy, optimizer: AcceleratedOptimizer, *_: Any) -> None:
+def _after_step(hook: Callable[..., object], strategy: Strategy, optimizer: AcceleratedOptimizer, *_: Any) -> None:
     hook(strategy=strategy, optimizer=optimizer)
 
 

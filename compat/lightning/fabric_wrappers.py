@@ -16,6 +16,7 @@ from ...accelerator.loaders import PreparedLoader
 from ...accelerator.models import unwrapped
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...processes.device_transfer import move
+from ...torch_private import is_initialized, own_modules
 from ...trainer.module import TrainingModule
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class FabricModule(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The user's module."""
-        return self._modules["_original_module"]  # type: ignore[return-value]
+        return own_modules(self)["_original_module"]  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._in_precision(self.module, *args, **kwargs)
@@ -65,7 +66,7 @@ class FabricModule(nn.Module):
         self._marked.add(name)
 
     def __getattr__(self, name: str) -> Any:
-        if "_modules" not in vars(self) or name == "_original_module":
+        if not is_initialized(self) or name == "_original_module":
             return super().__getattr__(name)
         module = self.module
         if name in self._marked or (name in _STEPS and isinstance(module, TrainingModule)):
@@ -75,7 +76,7 @@ class FabricModule(nn.Module):
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = vars(self).get("_modules", {}).get("_original_module")
+        module = own_modules(self).get("_original_module") if is_initialized(self) else None
         if module is None or name in ("training", "_original_module") or not hasattr(module, name):
             super().__setattr__(name, value)
         else:
@@ -85,9 +86,9 @@ class FabricModule(nn.Module):
         """The module's, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's ``state_dict``."""
-        return self.module.load_state_dict(state_dict, strict=strict, **kwargs)
+        return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's, without a prefix."""

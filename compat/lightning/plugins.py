@@ -26,6 +26,7 @@ from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
 from ...strategies.precision.base import Precision, parameters
+from ...torch_private import unscales_in_its_step
 from ...trainer.trainer import Trainer
 
 #: The Trainer that made or got a strategy last.
@@ -146,7 +147,7 @@ class PrecisionNames(Precision):
         """Clip the gradients of an optimizer; 0 does nothing."""
         if clip_val <= 0:
             return
-        if self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} with {type(optimizer).__name__}(fused=True), which takes the loss scale out "
                 "inside of its step, where nothing can be clipped. Leave fused out, or use 'bf16-mixed'."

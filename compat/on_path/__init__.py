@@ -1,1 +1,1 @@
-"""Modules with the names of replaced packages; this folder is on the path of processes that a program starts."""
+"""A folder for each replaced package, with modules of its names, for the processes that a program starts."""

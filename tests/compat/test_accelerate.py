@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline import compat
 from paceline.accelerator.process_state import AcceleratorState
-from paceline.compat import accelerate as compat
+from paceline.compat import finder
 from paceline.compat.accelerate import names
 
 HERE = Path(__file__).parent
@@ -56,9 +57,12 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The alias, for one test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(compat, "LOOKING", ())
+    monkeypatch.setattr(names.PACKAGE, "check_early", ())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    compat.install()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for variable in (compat.VARIABLE, "PYTHONPATH"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    compat.install("accelerate")
     AcceleratorState._reset_state(reset_partial_state=True)
     yield importlib.import_module("accelerate")
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
@@ -125,7 +129,8 @@ def test_every_name_can_be_imported(accelerate: Any) -> None:
     for name in names.ALL:
         value = getattr(module, name)
         assert isinstance(value, (str, list)) or callable(value), name
-    assert set(dir(module)) >= set(names.ALL)
+    assert set(dir(module)) >= set(names.ALL) - set(names.UNSUPPORTED)
+    assert {"FSDP_MODEL_NAME", "is_cuda_available", "Accelerator"} <= set(module.__all__)
     assert "BatchSamplerShard" not in module.__all__
 
 
@@ -150,8 +155,9 @@ def test_the_package_looks_installed(accelerate: Any) -> None:
     assert accelerate.__version__ == importlib.metadata.version("accelerate") == names.VERSION
     spec = importlib.util.find_spec("accelerate.utils")
     assert spec is not None
-    assert spec.origin == compat.__file__
+    assert spec.origin == finder.__file__
     assert spec.name == "accelerate.utils"
+    assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]  # which libraries look for
 
 
 def test_a_function_is_not_hidden_by_the_submodule_of_its_name(accelerate: Any) -> None:
@@ -167,7 +173,7 @@ def test_what_accelerate_does_not_have_is_not_there(accelerate: Any) -> None:
         importlib.import_module("accelerate.nothing")
     with pytest.raises(AttributeError, match=r"has nothing of that name\. Did you mean 'Accelerator'\?"):
         _ = accelerate.Acelerator
-    with pytest.raises(ImportError, match="compat"):
+    with pytest.raises(ImportError, match="accelerate"):
         exec("from accelerate import nothing")
 
 
@@ -176,7 +182,7 @@ def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(
         pass
 
     for name in names.UNSUPPORTED:
-        with pytest.raises(NotImplementedError, match=rf"^{name}: [^\n]+\.$"):
+        with pytest.raises(NotImplementedError, match=rf"^{name} is not available: [^\n]+\.$"):
             getattr(accelerate, name)()
     with pytest.raises(NotImplementedError):
         Own()
@@ -184,20 +190,20 @@ def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(
 
 
 def test_install_refuses_to_mix_with_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, compat.Finder)])
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, finder.Finder)])
     monkeypatch.setitem(sys.modules, "accelerate", json)
     with pytest.raises(RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call it first")):
-        compat.install()
+        compat.install("accelerate")
 
 
 def test_install_warns_of_libraries_that_have_looked_already(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.install()  # the second time does nothing
-    assert sum(isinstance(one, compat.Finder) for one in sys.meta_path) == 1
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, compat.Finder)])
+    compat.install("accelerate")  # the second time does nothing
+    assert sum(isinstance(one, finder.Finder) for one in sys.meta_path) == 1
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, finder.Finder)])
     del sys.modules["accelerate"]  # for good: put back later it would look like the package to every other test
-    monkeypatch.setattr(compat, "LOOKING", ("json", "surely_not_imported"))
+    monkeypatch.setattr(names.PACKAGE, "check_early", ("json", "surely_not_imported"))
     with pytest.warns(match="comes after the import of 'json', which may"):
-        compat.install()
+        compat.install("accelerate")
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:
@@ -210,8 +216,23 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
         "before = model.weight.item()\naccelerator.backward(model(torch.ones(1, 1)).sum())\noptimizer.step()\n"
         "print(__name__, sys.argv[1:], round(before - model.weight.item(), 4))\n"
     )
-    said = run("-m", "paceline.compat.accelerate", str(script), "--a", "1")
-    assert said.splitlines()[-1] == "__main__ ['--a', '1'] 0.5"
+    for program in (["paceline.compat", "accelerate"], ["paceline.compat.accelerate"]):
+        said = run("-m", *program, str(script), "--a", "1")
+        assert said.splitlines()[-1] == "__main__ ['--a', '1'] 0.5"
+
+
+def test_processes_that_a_program_starts_find_it_and_only_it(tmp_path: Path) -> None:
+    code = "import sys, accelerate; print(accelerate.__doc__); import lightning"
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "PACELINE_STANDS_IN": ""}
+    start = (
+        "import subprocess, sys\nfrom paceline.accelerator import compat\ncompat.install()\n"
+        f"done = subprocess.run([sys.executable, '-c', {code!r}], capture_output=True, text=True)\n"
+        "print(done.stdout, done.stderr.splitlines()[-1])"
+    )
+    done = subprocess.run([sys.executable, "-c", start], env=environ, capture_output=True, text=True)
+    assert "accelerate, by Paceline." in done.stdout, done.stderr
+    assert "No module named 'lightning'" in done.stdout
+    assert 'is now paceline.compat.install("accelerate")' in done.stderr
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class Program(Fabric):
         optimizer.step()
         self.call("hello", "a", "b")
         self.call("nobody_has_this")
-        return self.seed_everything(3)
+        return self.seed_everything(seed=3)
 
 
 def test_a_subclass_runs_and_callbacks_are_called() -> None:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.compat import accelerate as compat
+from paceline import compat
 
-compat.install()
+compat.install("accelerate")
 
 import torch  # noqa: E402
 from rank_processes import ranks  # noqa: E402

@@ -9,8 +9,9 @@ import pytest
 
 from paceline import Trainer
 from paceline.accelerator.accelerator import Accelerator
-from paceline.strategies import DDPStrategy, SingleDevice, StrategyRegistry
+from paceline.strategies import DDPStrategy, SingleDevice
 from paceline.strategies.fsdp.strategy import FSDPStrategy
+from paceline.strategies.registry import StrategyRegistry
 
 
 @pytest.fixture
