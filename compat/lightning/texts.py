@@ -73,8 +73,8 @@ def _advise(trainer: Any, loaders: Iterable[Any], name: str) -> None:
 def _advise_interval(trainer: Any, batches: int | float) -> None:
     if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
         messages.warn(
-            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower it to log "
-            "the values of steps in each epoch."
+            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower it to "
+            "log the values of steps in each epoch."
         )
 
 
