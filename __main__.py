@@ -1,4 +1,4 @@
-"""``python -m paceline``: the command line where the script ``paceline`` is not on the path."""
+"""``python -m paceline``: the command line if the script ``paceline`` is not on the path."""
 
 from __future__ import annotations
 

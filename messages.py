@@ -41,6 +41,10 @@ class PacelineWarning(UserWarning):
     """A warning about something that works but is probably not what you want; the text says what to change."""
 
 
+class ValueWarning(PacelineWarning, RuntimeWarning):
+    """A warning that a value has no meaning; it is a ``RuntimeWarning`` too."""
+
+
 def set_rank(rank: int | None) -> None:
     """Set the rank of this process; ranks other than 0 print nothing. None: read it from the environment."""
     global _rank
@@ -48,7 +52,7 @@ def set_rank(rank: int | None) -> None:
 
 
 def rank() -> int:
-    """The index of this process among all, 0-based."""
+    """This process's rank among all, 0-based."""
     if _rank is not None:
         return _rank
     value = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
@@ -110,8 +114,8 @@ def error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    """Warn on rank 0 through :mod:`warnings` (category :class:`PacelineWarning`), located at the user's line.
+def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
+    """Warn on rank 0 through :mod:`warnings`, located at the user's line.
 
     If no user code is on the stack, as in a library's thread, the warning has no location.
     """
@@ -121,12 +125,12 @@ def warn(text: str) -> None:
     while frame is not None and owner_of(frame) != "user":
         frame = frame.f_back
     if frame is None:
-        warnings.warn_explicit(text, PacelineWarning, _PACKAGE, 0, registry=_warned)
+        warnings.warn_explicit(text, category, _PACKAGE, 0, registry=_warned)
     else:
         names = frame.f_globals
         registry = names.setdefault("__warningregistry__", {})
         warnings.warn_explicit(
-            text, PacelineWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+            text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
         )
 
 
@@ -165,7 +169,7 @@ def debug_once(text: str) -> None:
 
 
 def forget() -> None:
-    """Let every once-only message be printed again."""
+    """Allow every once-only message to be printed again."""
     _said.clear()
 
 
@@ -182,7 +186,7 @@ def path(value: Any) -> str:
     text = str(value)
     try:
         below = os.path.join(os.getcwd(), "")
-    except FileNotFoundError:  # somebody deleted the working directory
+    except FileNotFoundError:  # the working directory was deleted
         return text
     return text if text == below else text.removeprefix(below)
 

@@ -1,6 +1,6 @@
 """All private names of torch that Paceline uses. No other file uses any.
 
-Any version of torch may drop one. All were seen in torch 2.11 to 2.13. Without a name, the code that uses it raises
+Any version of torch may remove one. All exist in torch 2.11 to 2.13. If a name is missing, the code that uses it raises
 AttributeError or ImportError, unless its entry says otherwise. ``tests/test_torch_private.py`` uses every entry, so
 after an upgrade of torch it fails first. Entries used in every step are aliases or getters written in C, which cost no
 Python call.
@@ -40,7 +40,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Let a loader make a new iterator for its next pass.
 
-    If it goes: nothing happens, and a loader with persistent workers keeps its old batches.
+    If torch removes it: nothing happens, and a loader with persistent workers keeps its old batches.
     """
     loader._iterator = None
 
@@ -58,9 +58,9 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """The data set's own iterator, which an iterator without workers reads; ``iterator`` itself if there is none.
+    """The dataset's own iterator, which an iterator without workers reads; ``iterator`` itself if there is none.
 
-    If it goes: the iterator itself, and the end of a data set is requested once more than needed.
+    If torch removes it: the iterator itself, and the end of a dataset is requested once more than needed.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -68,7 +68,7 @@ def dataset_iterator(iterator: Any) -> Any:
 def workers_of(iterator: Any) -> list[Any]:
     """The worker processes of a loader's iterator.
 
-    If it goes: none, and the error about a lost worker does not say which one it was.
+    If torch removes it: none, and the error about a lost worker does not say which one it was.
     """
     return getattr(iterator, "_workers", [])
 
@@ -76,7 +76,7 @@ def workers_of(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
     """End the worker processes of an iterator, if it has any; persistent ones only with ``persistent``.
 
-    If it goes: nothing happens, and workers end when their iterator is garbage.
+    If torch removes it: nothing happens, and workers end when their iterator is garbage-collected.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -98,19 +98,19 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``nn.Module.__init__`` has run. If it goes: False, so every module is refused."""
+    """Whether ``nn.Module.__init__`` has run. If torch removes it: False, so every module is refused."""
     return "_modules" in vars(module)
 
 
 #: The method behind ``.to()``, ``.cuda()`` and ``.half()``: applies a function to all tensors. An attribute of this
-#: name on an object replaces it. If it goes: AttributeError where dtypes are converted, and a model that a device map
-#: has spread can be moved.
+#: name on an object replaces it. If torch removes it: AttributeError where dtypes are converted, and a model that a
+#: device map has spread can be moved.
 APPLY = "_apply"
 
 #: What a module runs when it is called and is not compiled: hooks and ``forward``.
 plain_call: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
-#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If it goes:
+#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If torch removes it:
 #: AttributeError where it is read; a value set there is never called.
 COMPILED_CALL = "_compiled_call_impl"
 
@@ -123,7 +123,7 @@ def is_compiled(module: nn.Module) -> bool:
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
     """The version of each module's layout in a ``state_dict``, by module.
 
-    If it goes: none, and each module reads the state as the oldest version.
+    If torch removes it: none, and each module reads the state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -137,15 +137,15 @@ def load_own_tensors(
     unexpected: list[str],
     problems: list[str],
 ) -> None:
-    """Load a module's own tensors, without those of its submodules.
+    """Load a module's own tensors, without its submodules' tensors.
 
     Args:
         module: the module to load into.
-        state: the state of the whole model.
+        state: the full model's state.
         prefix: the module's name in it, with a dot at the end; empty for the whole model.
         version: the module's entry in :func:`saved_versions`.
         missing: gets the names that are not in ``state``.
-        unexpected: gets those that the module does not have.
+        unexpected: gets the names that the module does not have.
         problems: gets descriptions of other problems.
     """
     module._load_from_state_dict(state, prefix, version, True, missing, unexpected, problems)
@@ -165,9 +165,9 @@ Dropout = nn.modules.dropout._DropoutNd
 
 
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
-    """Attributes that let a batch norm run as a ``SyncBatchNorm``, which needs a GPU, although its class is another.
+    """Attributes that let a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
 
-    If it goes: AttributeError.
+    If torch removes it: AttributeError.
     """
     kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
@@ -179,7 +179,7 @@ def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
 #: Functions for nested lists, tuples and dicts of tensors.
 pytree = _pytree
 
-#: Key shared by tensors that use the same storage, also without memory.
+#: Key shared by tensors that use the same storage, even without memory.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 
 #: The hooks that run in a tensor's backward pass; None if there are none.
@@ -187,7 +187,7 @@ backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def change_count(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None for inference tensors, whose changes torch does not count."""
+    """How many times a tensor was changed in place; None for inference tensors, whose changes torch does not count."""
     try:
         return tensor._version
     except RuntimeError:
@@ -220,7 +220,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 #: The innermost context that sees calls of torch's functions.
 current_function_mode: Callable[[], Any] = overrides._get_current_function_mode
 
-#: Context in which tensors have shapes and no values.
+#: Context in which tensors have shapes but no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
 #: The class of tensors without values.
@@ -270,34 +270,34 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing. If it goes: False for all."""
+    """Whether a tensor is a DTensor; imports nothing. If torch removes it: False for all."""
     return hasattr(tensor, "_local_tensor")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor, outside of autograd; any other tensor unchanged.
 
-    If it goes: the DTensor itself.
+    If torch removes it: the DTensor itself.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local_part(like: Any, part: Tensor) -> Any:
-    """A DTensor with the layout of ``like`` and ``part`` as this process's shard, without gradient."""
+    """A DTensor laid out like ``like``, with ``part`` as this process's shard; it does not require gradients."""
     return type(like)(part, like._spec, requires_grad=False)
 
 
 def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """The shape of this process's shard of a DTensor, and its offset in the whole tensor, from the layout."""
+    """The shape of this process's shard of a DTensor, and its offset in the full tensor, from the layout."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
 
 
 def forget_layouts() -> None:
-    """Clear torch's caches of the layouts of operators' results on DTensors, which refer to process groups.
+    """Clear torch's caches of the result layouts of DTensor operators, because they refer to process groups.
 
-    If it goes: AttributeError; without the cache written in C++, only the others are cleared.
+    If torch removes it: AttributeError; without the C++ cache, only the other caches are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -309,8 +309,8 @@ def forget_layouts() -> None:
             clear()
 
 
-#: The logger for torch's message that it redistributes a tensor in several steps. If it goes: its lines are not
-#: filtered.
+#: The logger for torch's message that it redistributes a tensor in several steps. If torch removes it: its lines are
+#: not filtered.
 REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 
 #: FSDP's state of a module that it shards.
@@ -338,32 +338,35 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 
 
 def whole_parameter(one: Any) -> nn.Parameter | None:
-    """The whole parameter of an entry of :func:`fsdp_parameters`; None before it is first gathered.
+    """The unsharded parameter of an entry of :func:`fsdp_parameters`; None before it is first gathered.
 
-    If it goes: None, and gradients that wait for their reduction are not saved.
+    If torch removes it: None, and gradients that wait for their reduction are not saved.
     """
     return getattr(one, "_unsharded_param", None)
 
 
-#: The attribute that marks a module in which FSDP has sharded something. If it goes: a run in other processes returns
-#: layers with traces of its sharding.
+#: The attribute that marks a module in which FSDP has sharded something. If torch removes it: a run in other processes
+#: returns layers with traces of its sharding.
 FSDP_MARK = "_is_fsdp_managed_module"
 
-#: All attributes that ``fully_shard`` adds to a module. If it goes: as :data:`FSDP_MARK`.
+#: All attributes that ``fully_shard`` adds to a module. If torch removes it: as :data:`FSDP_MARK`.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_params")
 
 
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """The classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If it goes: None, and the policy is called as if it were a function.
+    If torch removes it: None, and the policy is called as if it were a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
 
 
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
-    """The function of a ``CustomPolicy``; None for any other policy. If it goes: as :func:`classes_of_policy`."""
+    """The function of a ``CustomPolicy``; None for any other policy.
+
+    If torch removes it: as :func:`classes_of_policy`.
+    """
     return getattr(policy, "_lambda_fn", None)
 
 
@@ -371,14 +374,14 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether this process may have compiled anything; imports nothing. If it goes: False."""
+    """Whether this process may have compiled anything; imports nothing. If torch removes it: False."""
     return "torch._dynamo" in sys.modules
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """What compiles a function with the options of ``torch.compile(module)``; None for any other object.
+    """For a ``torch.compile(module)``, the function that compiles others with the same options; None for other objects.
 
-    If it goes: None for all if the module has moved, AttributeError otherwise.
+    If torch removes it: returns None for every object if the module was moved, raises AttributeError otherwise.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -409,7 +412,7 @@ def off_compiling(begin: Callable[..., None], end: Callable[..., None]) -> None:
 def recompilations() -> logging.Logger:
     """The logger to which torch, from now on, explains why it compiles a function again.
 
-    ``torch._logging.set_logs`` would do it too, but overwrite the user's settings of torch's logs.
+    ``torch._logging.set_logs`` could do that too, but would overwrite the user's settings for torch's logs.
     """
     from torch._dynamo import guards  # noqa: F401 (it sets the level of its logger when it is imported)
     from torch._logging._internal import log_state
@@ -438,10 +441,10 @@ def keep_address(tensor: Tensor) -> None:
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Let torch's compiler trace how an optimizer collects its gradients, as any other code.
+    """Let torch's compiler trace how an optimizer collects its gradients, like any other code.
 
-    Torch has its own way, which needs gradients before the graph runs. If it goes: nothing happens, and torch's own way
-    is used.
+    By default torch treats this code specially, which needs gradients before the graph runs. If torch removes it:
+    nothing happens, and the special treatment stays.
 
     Args:
         methods: the methods of the optimizer's class by name; changed in place.
@@ -453,8 +456,8 @@ def let_trace_groups(methods: dict[str, Any]) -> None:
 
 # ---- optimizers, schedulers, loss scaling ----------------------------------------------------------------------------
 
-#: The attribute of an optimizer that tells schedulers that it has stepped. If it goes: a scheduler warns that it was
-#: stepped first.
+#: The attribute of an optimizer that tells schedulers that it has stepped. If torch removes it: a scheduler warns that
+#: it was stepped first.
 HAS_STEPPED = "_opt_called"
 
 
@@ -466,7 +469,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Whether ``Optimizer.__init__`` has run, without which hooks cannot be registered.
 
-    If it goes: False for all, and a step that the user makes by mistake is not noticed.
+    If torch removes it: False for all, and a step that the user makes by mistake is not noticed.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
@@ -474,16 +477,17 @@ def takes_step_hooks(optimizer: Optimizer) -> bool:
 def is_of_scheduler(step: Any) -> bool:
     """Whether a scheduler has set this ``step`` on its optimizer, to count the calls.
 
-    If it goes: False, and an optimizer with a scheduler counts as one whose step was replaced.
+    If torch removes it: False, and an optimizer with a scheduler counts as one whose step was replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
 
-#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If it goes: they are not seen.
+#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If torch removes it: they are
+#: not seen.
 INNER_SCHEDULERS = "_schedulers"
 
-#: The attribute with the learning rates that a scheduler set last. If it goes: it has no rate for parameters that are
-#: added to an optimizer.
+#: The attribute with the learning rates that a scheduler set last. If torch removes it: it has no rate for parameters
+#: that are added to an optimizer.
 LAST_RATES = "_last_lr"
 
 #: The loss scale, shape (), of a ``GradScaler``; None before the first loss.
@@ -496,15 +500,15 @@ scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_opt
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let a ``GradScaler`` unscale the gradients of an optimizer with this function.
 
-    If it goes: the function is not called, and torch unscales each shard by itself.
+    If torch removes it: the function is not called, and torch unscales each shard by itself.
     """
     scaler._unscale_grads_ = unscale
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-#: Modules and names that the index of a distributed checkpoint uses from outside its own module. If one goes: indexes
-#: use another name, which is refused.
+#: Modules and names that the index of a distributed checkpoint uses from outside its own module. If torch
+#: removes one: indexes use another name, which is refused.
 NAMES_IN_INDEX = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

@@ -1,1 +1,1 @@
-"""Door two: what serves people who keep their own training loop."""
+"""Door two: the Accelerator, for people who keep their own training loop."""

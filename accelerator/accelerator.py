@@ -1,4 +1,4 @@
-"""``Accelerator``: three changed lines make a plain PyTorch loop run on any device, and on many."""
+"""``Accelerator``: three changed lines make a plain PyTorch loop run on any device, or on many."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Accelerator(Facts):
         deepspeed_plugins: the same in a dict.
         megatron_lm_plugin: not supported.
         fsdp_plugin: FSDP2 and its settings.
-        rng_types: accepted; all ranks use the same order of samples without exchanging random states.
+        rng_types: accepted and ignored; all ranks use the same sample order without exchanging random states.
         log_with: names, classes or objects of trackers, or a list of them; ``"all"`` for every installed one.
         project_dir: folder of logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -196,7 +196,7 @@ class Accelerator(Facts):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which continues where this object is.
+        """The state of a copy, which continues where this object stands.
 
         Raises:
             TypeError: several processes share this object.
@@ -252,7 +252,7 @@ class Accelerator(Facts):
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(
                 f"accelerator.prepare got {len(objects)} objects and device_placement for {len(device_placement)}. "
-                "Give one bool for each object, or leave it out."
+                "Pass one bool per object, or leave it out."
             )
         found = self.prepared.prepare(objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)
@@ -261,7 +261,7 @@ class Accelerator(Facts):
         """Context in which layers are created on the run's device and in its dtype.
 
         Under a strategy that shards, ``load_checkpoint_in_model`` inside this context defers reading weights to
-        ``prepare``, where each process reads only its part.
+        ``prepare``, where each process reads only its shard.
 
         Args:
             empty_init: leave out initial values, for weights that will be loaded; create layers without memory if
@@ -302,7 +302,7 @@ class Accelerator(Facts):
 
         Args:
             loss: scalar, shape ().
-            num_items: number of items (tokens, boxes) that the loss is the mean of. The gradient of a window is then
+            num_items: number of items (tokens, boxes) that the loss averages over. The gradient of a window is then
                 the mean over all items on all ranks; otherwise all micro-batches have the same weight.
             **kwargs: passed to ``loss.backward``.
         """
@@ -331,7 +331,7 @@ class Accelerator(Facts):
 
         Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` only take effect on the last
         micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader. Models that
-        are trained in turn, such as those of a GAN, have separate windows.
+        are trained in turn, such as a GAN's, have separate windows.
 
         Args:
             *models: prepared models that accumulate gradients; by default all of them.
@@ -339,11 +339,11 @@ class Accelerator(Facts):
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context whose backward passes do not communicate gradients of a prepared model (None: of all)."""
+        """Context in which backward passes do not communicate a prepared model's gradients (None: all models')."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
-        """Context in which the next backward pass communicates although its forward pass ran under ``no_sync``."""
+        """Context in which the next backward pass communicates even if its forward pass ran under ``no_sync``."""
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -355,7 +355,7 @@ class Accelerator(Facts):
             norm_type: order of the norm; ``inf`` for the largest element.
 
         Returns:
-            The norm before clipping, shape (); while accumulating, that of the previous window (nan if there is none).
+            The norm before clipping, shape (); while accumulating, the previous window's norm (nan if there is none).
         """
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
@@ -364,7 +364,7 @@ class Accelerator(Facts):
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide complete gradients by the fp16 loss scale, once. Clipping does this by itself.
+        """Divide complete gradients by the fp16 loss scale, once. Clipping does this automatically.
 
         Args:
             optimizer: one or several prepared optimizers; None for all.
@@ -388,7 +388,7 @@ class Accelerator(Facts):
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of a batch from all processes, with each sample of the data set once.
+        """Gather the results of a batch from all processes, with each sample of the dataset once.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. Anything else
         is returned whole.
@@ -424,7 +424,7 @@ class Accelerator(Facts):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget all prepared objects and free memory. Assign the result, which is None, to your own names for them."""
+        """Forget all prepared objects and free memory. Assign the result (None for each object) to your variables."""
         self.prepared.clear()
         self.windows.clear()
         self.gradient_state.step = 0
@@ -436,7 +436,7 @@ class Accelerator(Facts):
         """Not supported: use ``Trainer(strategy=ModelParallelStrategy(...))`` to split sequences."""
         if kwargs.get("buffers") or args:
             raise NotImplementedError(
-                "accelerator.maybe_context_parallel: splitting sequences needs the whole step. Use Trainer(strategy="
+                "accelerator.maybe_context_parallel: splitting sequences needs the whole step; use Trainer(strategy="
                 "ModelParallelStrategy(context_parallel=..., context_parallel_dims=...))."
             )
         return nullcontext()
@@ -444,8 +444,8 @@ class Accelerator(Facts):
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Not supported: LOMO steps during backward, so windows, clipping and loss scaling cannot work."""
         raise NotImplementedError(
-            "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any of "
-            "torch.optim."
+            "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any "
+            "optimizer from torch.optim."
         )
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
@@ -486,13 +486,13 @@ class Accelerator(Facts):
         return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """A model's whole ``state_dict``. Every process must call this; see :meth:`.model_weights.ModelWeights`."""
+        """A model's full ``state_dict``. Every process must call this; see :meth:`.model_weights.ModelWeights`."""
         return self.weights.state_dict(model, unwrap)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder; every process must call. See :meth:`.model_weights.ModelWeights`."""
+        """Write a model's weights to a folder. Every process must call this; see :meth:`.ModelWeights.save_model`."""
         self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -520,7 +520,7 @@ class Accelerator(Facts):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context that gives torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
+        """Context that yields torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """What windows, gathering and errors ask of the loader that is being read: a :class:`.loaders.PreparedLoader`."""
+    """What windows, gathering and errors need from the loader being read: a :class:`.loaders.PreparedLoader`."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -48,13 +48,13 @@ class GradientState:
         window: the innermost open ``accumulate`` window, or the last one.
         speaker: the window that last decided which backward passes communicate; None if something else did since.
         on_pass: called with a loader when a pass over it begins.
-        explain: returns an error that says what to do about the one given, or None.
+        explain: returns an error that says what to do about a given error, or None.
         depth: number of open ``accumulate`` blocks.
-        by_hand: the loop itself decides which micro-batches step, and weights its losses.
+        by_hand: the loop itself decides after which micro-batches to step, and weights its losses.
         dataloader_references: loaders that are being read, the innermost last.
         trains: an optimizer was prepared.
         first_use: called once, at the next backward pass or optimizer step.
-        windows: windows of ``accumulate`` by the ids of their models; ``()`` for that of all models.
+        windows: ``accumulate`` windows by the ids of their models; ``()`` for the window of all models.
         checked: whether the function that runs backward passes was chosen since the last model was prepared.
         runs_own_backward: the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved in states.
@@ -88,7 +88,7 @@ class GradientState:
         self.step = 0
 
     def models_changed(self) -> None:
-        """A model was prepared."""
+        """Note that a model was prepared."""
         self.windows.pop((), None)
         self.checked = False
 
@@ -99,7 +99,7 @@ class GradientState:
             tell()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without what belongs to this process: passes over loaders, open blocks, callbacks, ids."""
+        """The state without anything tied to this process: passes over loaders, open blocks, callbacks, ids."""
         return vars(self) | {
             "speaker": None,
             "on_pass": None,
@@ -138,7 +138,7 @@ class GradientState:
         }
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """For loops that fetch all batches of a window before its steps, such as that of transformers.Trainer.
+        """For loops that fetch all batches of a window before its steps, such as transformers.Trainer.
 
         The loader's position then says nothing about the current micro-batch, so losses are not weighted.
         """
@@ -150,23 +150,23 @@ class GradientState:
         return False
 
     def say_read_at_once(self) -> None:
-        """Warn if a loader that is read together with others ends unevenly, which cannot be weighted."""
+        """Warn if a loader that is read together with others ends unevenly: its last batch cannot be weighted."""
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
                     "Several prepared loaders are read at once, and the last batch of one differs in size between "
                     "processes. backward and gather_for_metrics use the loader that was read last, so that batch is "
-                    "not weighted, and repeated samples are not removed. Read one loader over "
-                    "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
+                    "not weighted, and repeated samples are not removed. Use one loader over a "
+                    "torch.utils.data.StackDataset, or drop the incomplete batch (drop_last=True)."
                 )
 
     def begin(self, loader: ReadLoader) -> None:
-        """Note that a pass over a loader begins."""
+        """Record that a pass over a loader begins."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
     def end(self, loader: ReadLoader) -> None:
-        """Note that a pass has ended or was abandoned."""
+        """Record that a pass has ended or was abandoned."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
 
@@ -178,8 +178,8 @@ class Window:
     ``num_items`` weights losses.
 
     Args:
-        strategies: those of the models whose gradients are not communicated before the window is complete; None for a
-            window of a loop without ``accumulate``.
+        strategies: strategies of the models whose gradients are not communicated before the window is complete; None
+            for the window of a loop without ``accumulate``.
 
     Attributes:
         count: micro-batches of the window with a backward pass, including the current one.
@@ -189,7 +189,7 @@ class Window:
         settled: ids of optimizers whose gradients are final: communicated, unscaled and weighted.
         stepped: ids of optimizers that have stepped with the window's gradients.
         cleared: whether an optimizer's gradients were cleared.
-        local: ids of strategies that still hold gradients which were not communicated.
+        local: ids of strategies that still hold uncommunicated gradients.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, strategies: Iterable[Strategy] | None = None) -> None:
@@ -213,7 +213,7 @@ class Window:
         self._factor: float | Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The window's position, without ids, which mean nothing elsewhere."""
+        """The window's position, without ids, because they mean nothing in another process."""
         stepped = {0} if self.stepped else set()
         return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
@@ -268,7 +268,7 @@ class Window:
 
         Args:
             loss: scalar, shape ().
-            num_items: number of items that the loss is the mean of; None if all micro-batches have the same weight.
+            num_items: number of items that the loss averages over; None if all micro-batches have the same weight.
         """
         state = self.state
         loader = None if state.by_hand else state.active_dataloader
@@ -296,9 +296,9 @@ class Window:
 
     def _say_left(self) -> None:
         messages.warn_once(
-            "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window of "
-            f"{self.count} of {self.state.num_steps} micro-batches waits for more: optimizers do not step before "
-            "it is complete. Put the loop's body in that block, or finish the window that was left."
+            "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window has only "
+            f"{self.count} of {self.state.num_steps} micro-batches. Optimizers do not step until it is complete. Put "
+            "the loop's body in that block, or complete the open window."
         )
 
     def _count_by(self, items: bool) -> None:
@@ -310,7 +310,7 @@ class Window:
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied so that the whole window has the fp16 scale of its first loss."""
+        """The loss, rescaled so that the whole window uses the fp16 scale of its first loss."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss
@@ -338,8 +338,8 @@ class Window:
         if self.free and self.count < steps and not self.by_items and not self.state.by_hand:
             messages.warn_once(
                 f"{type(inner).__name__} stepped after {self.count} micro-batch{'es' * (self.count > 1)} outside of "
-                f"`with accelerator.accumulate(model):`, although gradient_accumulation_steps is {steps}, by which "
-                "each loss was divided. Put the body of the loop in that block, or set gradient_accumulation_steps=1."
+                f"`with accelerator.accumulate(model):`, but each loss was divided by gradient_accumulation_steps="
+                f"{steps}. Put the body of the loop in that block, or set gradient_accumulation_steps=1."
             )
         lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
         left = self.local & optimizer.strategies if optimizer.strategies else self.local
@@ -356,10 +356,10 @@ class Window:
         strategy.finish_gradients(inner, factor)
 
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
-        """Find gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
+        """Detect gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
 
         Raises:
-            RuntimeError: inside ``accumulate``, where no update would ever be due.
+            RuntimeError: inside ``accumulate``, where the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free
@@ -374,7 +374,7 @@ class Window:
             raise RuntimeError(
                 f"{name} was called in `with accelerator.accumulate(...):` with gradients that did not come from "
                 f"accelerator.backward. Only its calls count as micro-batches, so a window of {state.num_steps} would "
-                "never be complete. Call accelerator.backward(loss) instead of loss.backward(); it also divides the "
+                "never complete. Call accelerator.backward(loss) instead of loss.backward(); it also divides the "
                 f"loss by gradient_accumulation_steps={state.num_steps}, so do not divide it yourself."
             )
         state.runs_own_backward = True
@@ -392,7 +392,7 @@ class Window:
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Gradients must be restored by then, unless the count is 0."""
+        """Restore :meth:`state_dict`. Unless the count is 0, gradients must be restored first."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None

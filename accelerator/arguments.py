@@ -37,8 +37,8 @@ class Arguments:
     """The arguments of an Accelerator, with defaults from the settings.
 
     Attributes:
-        shards: whether the strategy replaces parameters by parts of them.
-        clip_norm: norm to which optimizers clip gradients by themselves, or None.
+        shards: whether the strategy replaces parameters with shards.
+        clip_norm: norm that optimizers clip gradients to at each step, or None.
     """
 
     settings: Settings
@@ -68,7 +68,7 @@ def read_arguments(**arguments: Any) -> Arguments:
     """Read the arguments of ``Accelerator(...)``."""
     if arguments["megatron_lm_plugin"] is not None:
         raise NotImplementedError(
-            "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch's own means. Use "
+            "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch itself. Use "
             "parallelism_config=ParallelismConfig(tp_size=...) or strategy='fsdp'."
         )
     precision = arguments["mixed_precision"]
@@ -110,15 +110,15 @@ def read_arguments(**arguments: Any) -> Arguments:
 
 
 def _word(value: Any) -> str | None:
-    """The word of a string or an enum member, in lower case."""
+    """A string, or an enum member's value, in lower case."""
     return None if value is None else str(getattr(value, "value", value)).lower()
 
 
 def _one_of_two(arguments: Mapping[str, Any], name: str, other: str) -> Any:
     if arguments[name] is not None and arguments[other] is not None:
         raise ValueError(
-            f"Accelerator({name}={arguments[name]!r}, {other}={arguments[other]!r}) say the same thing twice. Leave "
-            "one out."
+            f"Accelerator: {name}={arguments[name]!r} and {other}={arguments[other]!r} set the same thing. Leave one "
+            "out."
         )
     return arguments[name]
 
@@ -129,7 +129,7 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
         return ProjectConfiguration(project_dir=folder)
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(
-            f"Accelerator(project_config={config!r}) is {messages.a(config)}. Pass a ProjectConfiguration, or "
+            f"Accelerator: project_config={config!r} is {messages.a(config)}. Pass a ProjectConfiguration, or "
             "project_dir=... for the folder alone."
         )
     if folder is not None:
@@ -145,8 +145,8 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
 def _shards(strategy: Strategy) -> bool:
     if getattr(strategy, "splits_batches", False) and type(strategy).splits_batches:
         raise NotImplementedError(
-            f"Accelerator with {type(strategy).__name__}: a pipeline runs forward and backward of many micro-batches "
-            "in turn, which your own loop cannot. Use Trainer(strategy=...), or shard the model with "
+            f"Accelerator with {type(strategy).__name__}: a pipeline interleaves the forward and backward passes of "
+            "many micro-batches, which your own loop cannot do. Use Trainer(strategy=...), or shard the model with "
             "strategy='fsdp'."
         )
     return bool(strategy.communicates_forward)
@@ -155,7 +155,7 @@ def _shards(strategy: Strategy) -> bool:
 def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         raise TypeError(
-            f"Accelerator(dataloader_config={config!r}) is {messages.a(config)}. Pass a DataLoaderConfiguration."
+            f"Accelerator: dataloader_config={config!r} is {messages.a(config)}. Pass a DataLoaderConfiguration."
         )
     if config is not None:
         return config

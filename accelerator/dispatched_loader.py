@@ -1,4 +1,4 @@
-"""Loaders that only process 0 reads, which sends the others their batches."""
+"""Loaders that only process 0 reads; it sends batches to the other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Handed(NamedTuple):
     """What a process receives in one round.
 
     Attributes:
-        share: weight of its mean in the mean over all processes; 0.0 if it only repeats rows of another process.
+        share: weight of the batch's mean in the mean over all processes; 0.0 if it only repeats another process's rows.
         over: the pass has ended, and there is no batch.
         failure: error text if reading failed, and there is no batch.
     """
@@ -32,8 +32,8 @@ class Handed(NamedTuple):
 class Dispatched(Shard):
     """A loader that only process 0 reads; in each round every process gets one batch.
 
-    Batches may have different shapes, as they are never joined. If the last round has fewer batches than processes,
-    they are cut, in order; a process without rows repeats one with a share of 0.
+    Batches may have different shapes, because they are never concatenated. If the last round has fewer batches than
+    processes, the batches are cut up, in order; a process left without rows repeats one, with a share of 0.
 
     Args:
         loader: the loader, which only process 0 reads.
@@ -62,7 +62,7 @@ class Dispatched(Shard):
             return self._hand_out(None)
         batches = Batches(self.paceline_whole, skip=self.start * self._per_round, seed=self.worker_seed)
         try:
-            source = iter(batches)  # not with the first batch: skipping batches may draw random numbers
+            source = iter(batches)  # before the first batch, because skipping batches may draw random numbers
         except Exception as error:
             self._tell(error)
             raise
@@ -72,8 +72,8 @@ class Dispatched(Shard):
         while not (handed := self._next(reading)).over:
             if handed.failure:
                 raise RuntimeError(
-                    f"Rank 0, which reads the data for all (dispatch_batches=True), failed: {handed.failure}. Its own "
-                    "traceback says where."
+                    f"Rank 0, which reads the data for all ranks (dispatch_batches=True), failed: {handed.failure}. "
+                    "Rank 0's own traceback says where."
                 )
             self.share = handed.share
             yield handed.batch
@@ -117,16 +117,16 @@ def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]
 
 
 def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
-    """Cut a batch into parts whose sizes differ by at most 1; returns pairs of part and number of rows that count.
+    """Cut a batch into parts whose sizes differ by at most 1; returns each part with its number of rows that count.
 
     A batch whose tensors have no common first dimension stays whole, and counts once.
     """
     rows = _rows(batch)
     if rows is None and must:
         raise ValueError(
-            f"split_batches=True cuts every batch in {pieces} parts, but the tensors of this one "
-            f"({type(batch).__name__}) have no common first dimension to cut at. Leave split_batches out, so that "
-            "batches are dealt whole."
+            f"split_batches=True cuts every batch into {pieces} parts, but the tensors of this one "
+            f"({type(batch).__name__}) have no common first dimension to cut along. Leave split_batches out, so that "
+            "each process gets whole batches."
         )
     if not rows:
         return [(batch, 1)] + [(batch, 0)] * (pieces - 1)

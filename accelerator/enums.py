@@ -96,7 +96,7 @@ class LoggerType(Word):
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    # Only with a tracker class of the user's own.
+    # Only with a tracker class that the user writes.
     AIM, TRACKIO, COMETML, MLFLOW = "aim", "trackio", "comet_ml", "mlflow"
     CLEARML, DVCLIVE, SWANLAB = "clearml", "dvclive", "swanlab"
 
@@ -140,7 +140,7 @@ class DDPCommunicationHookType(Word):
 
 
 class CustomDtype(Word):
-    """Number formats that are not dtypes of torch."""
+    """Number formats that are not torch dtypes."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Errors:
     """Explains what to do about errors of models, optimizers and loops.
 
-    It holds prepared objects weakly, so that loaders and their workers end as soon as the script drops them.
+    It holds prepared objects weakly, so that loaders and their workers shut down as soon as the script drops them.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -52,7 +52,7 @@ class Errors:
     def explain_uncaught(self) -> None:
         """Also explain errors that end the program.
 
-        A model in full precision on one process keeps its own forward, so its errors reach nothing else of ours.
+        A full-precision model on one process keeps its own forward, so nothing else of ours sees its errors.
         """
         before: Any = sys.excepthook
         if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:

@@ -30,7 +30,7 @@ class Gradients:
 
     Attributes:
         run: runs the backward pass of a weighted loss; None to call the loss's own ``backward``.
-        replicas: strategies whose backward passes may leave gradients that were not communicated.
+        replicas: strategies whose backward passes may leave uncommunicated gradients.
         norm: norm of the last window's gradients before clipping, shape (); None before the first window.
     """
 
@@ -163,7 +163,7 @@ class Gradients:
     def _why(self) -> str:
         """Why an optimizer must not step before gradients are complete."""
         if self._is_scaled:
-            return "so it would step with gradients that have fp16's loss scale in them"
+            return "so it would step with gradients that still contain fp16's loss scale"
         if self.state.num_steps > 1:
             return f"so it would step after every micro-batch of {self.state.num_steps}"
         return "so it would step with gradients that backward(num_items=...) has not divided by the number of items yet"
@@ -171,9 +171,7 @@ class Gradients:
     def _forgotten(self, optimizer: Optimizer, model: PreparedModel) -> str:
         why = self._why()
         if self.prepared.shards:
-            why = (
-                "whose parameters were replaced when the model was sharded, so it would train tensors that nobody uses"
-            )
+            why = "and sharding replaced the model's parameters, so it would train tensors that nothing uses"
         return (
             f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not "
             f"prepared itself, {why}. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
@@ -188,12 +186,13 @@ class Gradients:
         if apart or not self.prepared.trained:
             what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
             messages.warn_once(
-                f"At accelerator.backward {what}, so the {processes} processes do not average its gradients and train "
-                "apart. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+                f"accelerator.backward was called, but {what}, so the {processes} processes train separately, without "
+                "averaging gradients. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
             )
         used = any(loader.epoch > 0 or loader.batches_done > 0 for loader in self.prepared.loaders)
         if not self.state.by_hand and not used:
             messages.warn_once(
-                f"At accelerator.backward no prepared loader was in use. If the loader gives each of the {processes} "
-                "processes the same samples, they all do the same work: loader = accelerator.prepare(loader)."
+                "accelerator.backward was called without a prepared loader in use. If the loader gives all "
+                f"{processes} processes the same samples, they all do the same work. Use loader = "
+                "accelerator.prepare(loader)."
             )

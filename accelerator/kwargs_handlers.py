@@ -35,7 +35,7 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """For ``torch.autocast``, in which forward passes run under ``mixed_precision="fp16"`` and ``"bf16"``.
+    """For ``torch.autocast``, which wraps forward passes under ``mixed_precision="fp16"`` and ``"bf16"``.
 
     Args:
         enabled: False to compute in the dtype of the weights.
@@ -61,14 +61,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         dim: has no effect with one device per process.
-        broadcast_buffers: give all processes rank 0's buffers before each forward pass.
+        broadcast_buffers: broadcast rank 0's buffers before each forward pass.
         bucket_cap_mb: size of the gradient buckets in MiB.
         find_unused_parameters: look in each step for parameters that the loss does not depend on.
         check_reduction: has no effect.
         gradient_as_bucket_view: make gradients views of the buckets, to save memory.
         static_graph: every step uses the same parameters.
-        comm_hook: how a bucket is reduced: in 16 bits, or with low rank.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype to which buckets are converted before the hook.
+        comm_hook: how to reduce a bucket: in 16 bits, or compressed to low rank.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
         comm_state_option: for PowerSGD, arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...).
     """
 
@@ -90,23 +90,23 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_hook is named.BATCHED_POWER_SGD:
             raise NotImplementedError(
                 "DistributedDataParallelKwargs(comm_hook='batched_power_sgd'): torch's batched PowerSGD raises an "
-                "AssertionError with the first step that it compresses. Write comm_hook='power_sgd'."
+                "AssertionError at the first step that it compresses. Use comm_hook='power_sgd'."
             )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
-                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is not a wrapper. Choose "
+                f"DistributedDataParallelKwargs: comm_wrapper={self.comm_wrapper.value!r} is not supported. Choose "
                 "'no', 'fp16' or 'bf16'."
             )
         if self.comm_hook is named.NO and (self.comm_wrapper is not named.NO or self.comm_state_option):
             raise ValueError(
-                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}, "
-                f"comm_state_option={self.comm_state_option}) has no effect without comm_hook. Choose one "
+                f"DistributedDataParallelKwargs: comm_wrapper={self.comm_wrapper.value!r} and "
+                f"comm_state_option={self.comm_state_option} have no effect without comm_hook. Choose a hook "
                 f"({messages.names(named.list()[1:-1])}), or leave them out."
             )
         if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
             raise ValueError(
-                f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option}) is for PowerSGD, but "
-                f"comm_hook is {self.comm_hook.value!r}. Leave it out, or write comm_hook='power_sgd'."
+                f"DistributedDataParallelKwargs: comm_state_option={self.comm_state_option} is for PowerSGD, but "
+                f"comm_hook is {self.comm_hook.value!r}. Leave it out, or use comm_hook='power_sgd'."
             )
 
     def to_dict(
@@ -132,8 +132,8 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: initial loss scale.
-        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
-        backoff_factor: factor of the scale after an overflow.
+        growth_factor: what to multiply the scale by after ``growth_interval`` steps without overflow.
+        backoff_factor: what to multiply the scale by after an overflow.
         growth_interval: number of consecutive steps without overflow.
         enabled: False to not scale losses.
     """
@@ -163,7 +163,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             seconds = self.timeout if isinstance(self.timeout, (int, float)) else 600
             raise TypeError(
-                f"InitProcessGroupKwargs(timeout={self.timeout!r}) is {messages.a(self.timeout)}. Pass a "
+                f"InitProcessGroupKwargs: timeout={self.timeout!r} is {messages.a(self.timeout)}. Pass a "
                 f"datetime.timedelta, such as timedelta(seconds={seconds})."
             )
 
@@ -219,10 +219,10 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context that returns the running profiler; with a schedule, call its ``step()`` after each batch.
+        """Context that yields the running profiler; with a schedule, call its ``step()`` after each batch.
 
         With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there (repeated schedules also write
-        ``profile_<rank>_1.json``, ...), and all wait for each other.
+        ``profile_<rank>_1.json``, ...), and all processes wait for each other.
         """
         profiler = self.build()
         if self.output_trace_dir is not None:
@@ -241,14 +241,14 @@ class ProfileKwargs(KwargsHandler):
                 raise ValueError(messages.unknown("key in ProfileKwargs(schedule_option=...)", name, known))
         if "active" not in self.schedule_option:
             raise ValueError(
-                f"ProfileKwargs(schedule_option={self.schedule_option}) does not say how many steps to record. Add "
+                f"ProfileKwargs: schedule_option={self.schedule_option} does not say how many steps to record. Add "
                 "'active'."
             )
         return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
 
 
 def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
-    """Make the profiler write each trace before its own ``on_trace_ready`` is called."""
+    """Make the profiler write each trace before it calls the user's ``on_trace_ready``."""
     folder.mkdir(parents=True, exist_ok=True)
     then, written = profiler.on_trace_ready, 0
 
@@ -312,11 +312,11 @@ _ACCEPTED = messages.names(kind.__name__ for kind in _KINDS.values()).replace("'
 
 
 def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Sort ``Accelerator(kwargs_handlers=[...])``."""
+    """Sort the handlers of ``Accelerator(kwargs_handlers=[...])`` by kind."""
     found: dict[str, Any] = {}
     if kwargs_handlers is not None and not isinstance(kwargs_handlers, (list, tuple)):
         raise TypeError(
-            f"Accelerator(kwargs_handlers={kwargs_handlers!r}) is {messages.a(kwargs_handlers)}. Pass a list of "
+            f"Accelerator: kwargs_handlers={kwargs_handlers!r} is {messages.a(kwargs_handlers)}. Pass a list of "
             f"handlers: {_ACCEPTED}."
         )
     for handler in kwargs_handlers or ():

@@ -31,16 +31,16 @@ def notebook_launcher(
     """Call ``function(*args)`` in several processes from a notebook cell; returns rank 0's result.
 
     The processes are copies of this one, so the function may be defined in a cell and use variables of other cells. It
-    must create its own Accelerator, model and loaders, and nothing may have used a GPU before. A single process is this
-    one. After an error the launcher can be called again.
+    must create its own Accelerator, model and loaders, and nothing may have used a GPU before the launch. A single
+    process is not launched: the function then runs in this one. After an error the launcher can be called again.
 
     Args:
         function: called in each process.
         args: its arguments.
-        num_processes: None for one per GPU, or one on the CPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators without this argument.
-        use_port: port of the rendezvous; None for a free one.
-        **more: other arguments of Accelerate's launcher, such as ``num_nodes=1``, with values that have no effect.
+        num_processes: None for one per GPU, or for one process if there is no GPU.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set it.
+        use_port: port for the rendezvous; None for a free one.
+        **more: other arguments of Accelerate's launcher, if their values have no effect, such as ``num_nodes=1``.
 
     Raises:
         RuntimeError: a process failed (with the first traceback), or CUDA is already in use.
@@ -55,8 +55,8 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was made before notebook_launcher. It knows one process only: let the function that is "
-            "launched make its own, and use nothing that the other one prepared."
+            "An Accelerator was created before notebook_launcher, and it knows only one process. Create another one "
+            "inside the launched function, and use nothing there that the first one prepared."
         )
     return _start(function, args, count, kind, variables, int(use_port or 0))
 
@@ -75,10 +75,10 @@ def _start(
     port: int = 0,
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_processes={count!r} is not a number of processes. Pass 1 or more.")
+        raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            "This process is in a process group already, so it cannot start another one. Restart the notebook, or call "
+            "This process is already in a process group, so it cannot start another one. Restart the notebook, or call "
             "PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
@@ -88,7 +88,7 @@ def _start(
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Context in which environment variables have other values; None leaves one unchanged."""
+    """Context in which environment variables have the given values; None leaves a variable unchanged."""
     changed = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
@@ -114,9 +114,9 @@ def _refuse_used(kind: str, count: int) -> None:
     if kind == "cuda" and torch.cuda.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
-            "launch, and a copy cannot use CUDA again. Restart the notebook; then build models, loaders and the "
-            "Accelerator only inside the function, and look in earlier cells for .cuda(), .to('cuda'), "
-            "torch.cuda.memory_allocated(), device='cuda' and imports that do such things (torch.cuda.is_available() "
+            "launch, and a copy cannot use CUDA again. Restart the notebook, and create models, loaders and the "
+            "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), "
+            "torch.cuda.memory_allocated(), device='cuda' and imports that use CUDA (torch.cuda.is_available() "
             "and torch.cuda.device_count() are harmless)."
         )
 
@@ -142,6 +142,6 @@ def _refuse_more(more: Mapping[str, Any]) -> None:
             raise TypeError(f"notebook_launcher() got an unexpected argument {name!r}.")
         if value not in _IDLE[name]:
             raise NotImplementedError(
-                f"notebook_launcher({name}={value!r}) is not supported: a notebook starts processes on its own machine "
-                "only, once. Write the code into a file and start it with `paceline launch`, which takes such options."
+                f"notebook_launcher: {name}={value!r} is not supported. A notebook starts processes only once, on its "
+                "own machine. Put the code in a file and start it with `paceline launch`, which takes such options."
             )

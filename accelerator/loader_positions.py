@@ -1,6 +1,6 @@
-"""Positions of loaders: the current pass, and the first one after a position was loaded.
+"""Positions of loaders: the current pass, and the first pass after a position was loaded.
 
-A script may skip to that position itself. Either this is expected (``Loaded.by_script``), or it is told not to.
+A script may skip to the loaded position itself. If this is not expected (``Loaded.by_script``), it gets a warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pass:
 
     @property
     def at_last(self) -> bool:
-        """Whether the last batch yielded is the pass's last."""
+        """Whether the most recent batch is the last one of the pass."""
         return self.done == self.length or self.batches.exhausted
 
 
@@ -50,10 +50,10 @@ class Loaded:
     """A loaded position, until the next pass begins.
 
     Args:
-        position: a state of :meth:`PreparedLoader.state_dict`.
+        position: a state from :meth:`PreparedLoader.state_dict`.
 
     Attributes:
-        by_script: whether the script skips to the position itself, so the next pass begins at its start.
+        by_script: whether the script skips to the position itself, so that the next pass starts from the beginning.
         window_start: the batch after which the saved accumulation window began; None if there was none.
         arrive: called when the script has skipped to the position.
         leave: called when the next pass begins before the position; discards the saved window.
@@ -70,7 +70,7 @@ class Loaded:
 
     @property
     def next_epoch(self) -> int:
-        """Number of the next pass: the saved one, or the following one if nothing is left of it."""
+        """Number of the next pass: the saved pass, or the one after it if nothing is left."""
         return self.position["epoch"] + self.position["last"]
 
 
@@ -78,7 +78,7 @@ class FirstUse:
     """Notices the first backward pass or optimizer step after it is created.
 
     Attributes:
-        seen: whether there was one.
+        seen: whether it has happened.
     """
 
     def __init__(self, state: GradientState) -> None:
@@ -91,10 +91,10 @@ class FirstUse:
 
 
 class LeftOut(FirstUse):
-    """Finds batches that a loop drops because it skips batches which ``load_state`` has already skipped.
+    """Detects batches that a loop drops by skipping again, after ``load_state`` has already skipped.
 
-    A batch counts as dropped if nothing holds it any more when the loop first trains. A loop that reads several batches
-    ahead still holds them.
+    A batch counts as dropped if nothing references it when the loop first trains. A loop that reads several batches
+    ahead still references them.
 
     Args:
         loaded: the loaded position.
@@ -127,7 +127,7 @@ class LeftOut(FirstUse):
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # held by the data set: a loop that skips takes exactly this many
+            dropped = len(before)  # the dataset holds them; a loop that skips takes exactly this many
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
@@ -139,27 +139,27 @@ class LeftOut(FirstUse):
         if count <= 0 or said:
             return
         whole = (
-            f"The pass was only the rest of epoch {self._epoch}, because load_state has moved the loader to its "
-            "position. To count or evaluate all batches, use a loader of its own. "
+            f"The pass covered only the rest of epoch {self._epoch}, because load_state had moved the loader to its "
+            "saved position. To count or evaluate all batches, use a separate loader. "
         )
-        within = "load_state has moved the loader to its position already. "
+        within = "load_state had already moved the loader to its saved position. "
         say(
             f"After accelerator.load_state the loop took {_batches(self._first, self._first + count)} of epoch "
             f"{self._epoch} from the loader and did not train on {'it' if count == 1 else 'them'}. "
-            f"{within if within_pass else whole}A script that skips as well leaves batches out: delete what skips "
-            "in it (such as `if step < resume_step: continue`), and count with enumerate(loader, "
+            f"{within if within_pass else whole}A script that also skips batches loses them: delete the code that "
+            "skips (such as `if step < resume_step: continue`), and count with enumerate(loader, "
             "start=loader.batches_done)."
         )
 
 
 class Place:
-    """The position of a loader, shared with the loaders that ``skip_first_batches`` makes from it.
+    """The position of a loader, shared with the loaders that ``skip_first_batches`` creates from it.
 
     Attributes:
         epoch: number of the next pass.
         current: the current pass, or None.
-        resume: position at which the next pass continues; None to begin at its start.
-        left_out: finds batches that the loop drops in a continued pass.
+        resume: position where the next pass resumes; None to start from the beginning.
+        left_out: detects batches that the loop drops in a resumed pass.
     """
 
     __slots__ = ("current", "epoch", "left_out", "resume")
@@ -171,7 +171,7 @@ class Place:
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
-        """A copy begins the current pass again."""
+        """A copy starts the current pass again."""
         return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
 
 
@@ -187,7 +187,7 @@ def _batches(after: int, to: int) -> str:
 
 
 def _reference(batch: Any) -> Callable[[], Any]:
-    """Function that returns a batch's first tensor while something holds it, else None."""
+    """Function that returns a batch's first tensor, or None once nothing references it."""
     return next((weakref.ref(tensor) for tensor in leaves(batch)), _nothing)
 
 
@@ -202,8 +202,8 @@ def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
         return loader._hand_out(*loader._begin(position["epoch"]))
     if skip:
         messages.info_once(
-            f"skip_first_batches(loader, {skip}) after accelerator.load_state has no effect: the loader is at batch "
-            f"{done} of epoch {position['epoch']} already, and continues there. Delete the call."
+            f"skip_first_batches(loader, {skip}) after accelerator.load_state has no effect: the loader is already at "
+            f"batch {done} of epoch {position['epoch']} and continues there. Delete the call."
         )
     if position["last"] and not skip and next_epoch != position["epoch"]:
         loader._finish(position)
@@ -221,18 +221,18 @@ def _tell_other_number(loaded: Loaded, skip: int) -> None:
     """Warn that ``skip_first_batches`` with a number other than the loaded position skips or repeats batches."""
     done = loaded.position["batches"]
     if skip > done:
-        what = f"the pass leaves out {_batches(done, skip)}"
+        what = f"the pass skips {_batches(done, skip)}"
     else:
         what = f"the pass repeats {_batches(skip, done)}"
         loaded.leave()
     messages.warn(
-        f"skip_first_batches(loader, {skip}) after accelerator.load_state, which had moved the loader to batch {done} "
-        f"of epoch {loaded.position['epoch']}: {what}. Delete the call to continue after batch {done}."
+        f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader to "
+        f"batch {done} of epoch {loaded.position['epoch']}, so {what}. Delete the call to continue after batch {done}."
     )
 
 
 def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """The pass of a script that skips to the position itself."""
+    """The pass for a script that skips to the position itself."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()
@@ -246,7 +246,7 @@ def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
 
 
 def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """A pass from its start that continues at the loaded position if the loop has not trained before it."""
+    """A pass from its start. At the loaded position it resumes from there if the loop has not trained before."""
     use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
     batches = loader._hand_out(one, iterator)
     try:
@@ -255,9 +255,9 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
             if use.seen:
                 if one.done == begun + 1 and not begun:
                     messages.info_once(
-                        f"The state was saved after batch {done} of epoch {one.epoch}, and the loop begins that epoch "
-                        "again, so it trains on these batches twice. accelerator.skip_first_batches(loader, "
-                        f"{done}) continues after them."
+                        f"The state was saved after batch {done} of epoch {one.epoch}, but the loop starts that epoch "
+                        "again, so it trains on these batches twice. To continue after them, use "
+                        f"accelerator.skip_first_batches(loader, {done})."
                     )
                 break
             if one.done == done:
@@ -271,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """The pass after a saved one that had ended; if the loop drops all of it, that was the saved one skipped."""
+    """The pass after a saved pass that had ended. If the loop drops all of it, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

@@ -42,15 +42,15 @@ class DataLoaderConfiguration:
     """How loaders are prepared.
 
     Attributes:
-        split_batches: whether each batch is cut into one part per process, instead of one batch for each process.
-        dispatch_batches: whether process 0 reads and sends the others their batches; None means no.
-        even_batches: whether all processes have equally many batches. False: nothing is repeated, so some processes
-            may have one batch less.
-        use_seedable_sampler: accepted; the order always depends only on seed and epoch.
-        data_seed: seed of the shuffling; None for torch's seed.
-        non_blocking: accepted; copies to a GPU are pinned and never wait.
-        use_stateful_dataloader: read iterable data sets with torchdata's StatefulDataLoader, whose position can be
-            saved with workers too. Map-style data sets resume exactly without it.
+        split_batches: whether to cut each batch into one part per process; otherwise each process gets whole batches.
+        dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means no.
+        even_batches: whether all processes get the same number of batches. False: no sample is repeated, so some
+            processes may have one batch fewer.
+        use_seedable_sampler: accepted and ignored; the order always depends only on seed and epoch.
+        data_seed: seed for shuffling; None for torch's seed.
+        non_blocking: accepted and ignored; copies to a GPU use pinned memory and never block.
+        use_stateful_dataloader: read iterable datasets with torchdata's StatefulDataLoader, whose position can be saved
+            even with workers. Map-style datasets resume exactly without it.
     """
 
     split_batches: bool = False
@@ -65,15 +65,15 @@ class DataLoaderConfiguration:
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader that yields this process's batches on its device.
 
-    Attributes that it does not have itself are read from and set on ``base``.
+    Any other attribute is read from and set on ``base``.
 
     Args:
-        gradient_state: told which loader is being read.
-        seed: seed of the order, together with the epoch; None leaves the order to the loader.
+        gradient_state: records which loader is being read.
+        seed: determines the order, together with the epoch; None leaves the order to the loader.
         device_placement: whether batches are moved to the device.
 
     Attributes:
-        end_of_dataloader: whether the last batch yielded is the last one of its pass.
+        end_of_dataloader: whether the most recent batch is the last one of its pass.
         derived: what :meth:`load_state_dict` derived rather than restored, for messages.
     """
 
@@ -130,8 +130,9 @@ class PreparedLoader(DataLoader[Any]):
         if len(known) < len(found) or len(set(known)) == 1:
             return INF
         messages.warn(
-            f"The processes' loaders have {', '.join(map(str, known))} batches; a pass has {min(known)} on each, the "
-            "rest is left out. Give every process as many, or leave the sharding to prepare()."
+            f"The loaders have {', '.join(map(str, known))} batches on different processes. Each process uses "
+            f"{min(known)} per epoch and skips the rest. Give every process the same number of batches, or let "
+            "prepare() do the sharding."
         )
         return min(known)
 
@@ -157,7 +158,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes have equally many batches. Every process must set it."""
+        """Whether all processes get the same number of batches. Every process must set it."""
         return self._even
 
     @even_batches.setter
@@ -220,8 +221,8 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
             if batches.left_over:
                 messages.info_anywhere(
-                    f"Rank {self.strategy.global_rank} had batches left when another rank's loader ended after {done} "
-                    f"in epoch {one.epoch}: they are left out, so that no rank waits."
+                    f"Rank {self.strategy.global_rank} still had batches when another rank's loader ended after {done} "
+                    f"in epoch {one.epoch}. It skips them, so that no rank waits."
                 )
         except (RuntimeError, EOFError, OSError) as error:
             better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
@@ -236,7 +237,7 @@ class PreparedLoader(DataLoader[Any]):
             state.end(self)
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
-        """The batches of a pass from number ``start`` on."""
+        """The batches of a pass, starting at number ``start``."""
         order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
         ahead, seed, skip = self._looks_ahead(), None, start
         if self.seed is not None:
@@ -317,7 +318,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def last_share(self) -> float:
-        """Weight of this process's mean over the pass's last batch in the mean over all processes."""
+        """Weight of this process's mean in the mean over all processes, for the last batch of a pass."""
         return 1.0 if self._is_cut() else last_share(self._source)
 
     def _is_cut(self) -> bool:
@@ -331,7 +332,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int | None:
-        """Number of samples in the data set; None if unknown."""
+        """Number of samples in the dataset; None if unknown."""
         return length_of(self.base.dataset)
 
     @property
@@ -359,9 +360,9 @@ class PreparedLoader(DataLoader[Any]):
         if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
             if not loaded.by_script:
                 messages.warn(
-                    f"set_epoch({epoch}) leaves the position that was loaded, batch {loaded.position['batches']} of "
-                    f"epoch {loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Start your "
-                    f"epochs at {loaded.next_epoch} to continue there."
+                    f"set_epoch({epoch}) discards the loaded position (batch {loaded.position['batches']} of epoch "
+                    f"{loaded.position['epoch']}), so the next pass is epoch {epoch} from its beginning. Start your "
+                    f"epochs at {loaded.next_epoch} to resume there."
                 )
             place.resume = None
         place.epoch = epoch
@@ -392,10 +393,10 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of :meth:`state_dict`: the next pass is the rest of the saved one.
+        """Resume at a position from :meth:`state_dict`: the next pass is the rest of the saved one.
 
-        If nothing is left of it, the next pass is the following one. With another number of processes or batch size, it
-        continues at the same sample.
+        If nothing is left of the saved pass, the next pass is the following epoch. With a different number of processes
+        or batch size, the loader resumes at the same sample.
         """
         place, own = self._place, vars(self)
         own["derived"], done = "", state["batches"]
@@ -404,7 +405,7 @@ class PreparedLoader(DataLoader[Any]):
             saved, now = state["ranks"], self.strategy.num_data_ranks
         if saved != now and done:
             done, left = divmod(done * saved, now)
-            again = "; what does not fill one of its batches is read again" if left else ""
+            again = "; samples that do not fill a batch are read again" if left else ""
             own["derived"] = (
                 f"the position, batch {done} of the epoch (batch {state['batches']} in the saved run){again}"
             )
@@ -420,11 +421,11 @@ class PreparedLoader(DataLoader[Any]):
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state was saved by this rank of the same number of ranks."""
+        """Whether this rank saved the state, in a run with the same number of ranks."""
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
     def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin the rest of a pass, with the random states that were saved."""
+        """Begin the rest of a pass, with the saved random states."""
         present, epoch, start = host_random_states(), position["epoch"], position["batches"]
         batches = self._batches(epoch, start, position)
         set_random_states(position["random_at_start"])
@@ -433,7 +434,7 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin the pass of a position from its start, in the same order."""
+        """Begin a saved pass again from its start, in the same order."""
         present = host_random_states()
         load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
         set_random_states(position["random_at_start"])
@@ -442,9 +443,9 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _finish(self, position: Mapping[str, Any]) -> None:
-        """Finish the pass of a position that was at its last batch."""
+        """Finish a pass that was saved at its last batch."""
         one, iterator = self._continue(position)
-        deque(iterator, maxlen=0)  # an order may draw random numbers when it ends
+        deque(iterator, maxlen=0)  # a sampler may draw random numbers when it ends
         one.batches.close()
         self._place.current = None
 
@@ -459,12 +460,12 @@ def prepare_data_loader(
 ) -> PreparedLoader:
     """Return a loader that yields this process's part of ``loader`` on its device. Every process must call this.
 
-    A loader that was prepared for this strategy is returned unchanged; one that was prepared for another one is
+    A loader that is already prepared for this strategy is returned unchanged; one prepared for another strategy is
     prepared again.
 
     Raises:
-        TypeError: this is not a DataLoader.
-        ValueError: ``split_batches`` with a batch that cannot be split.
+        TypeError: ``loader`` is not a DataLoader.
+        ValueError: ``split_batches`` is set, but the batches cannot be split.
     """
     if isinstance(loader, PreparedLoader):
         if loader.strategy is strategy:
@@ -473,8 +474,8 @@ def prepare_data_loader(
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"prepare_data_loader got {messages.a(loader)}, but only a torch.utils.data.DataLoader can be split "
-            "over processes. Wrap it: DataLoader(dataset, batch_size=...), with batch_size=None if its items are "
-            "batches already."
+            "across processes. Wrap it: DataLoader(dataset, batch_size=...), with batch_size=None if its items are "
+            "already batches."
         )
     config = config or DataLoaderConfiguration()
     if config.use_stateful_dataloader:
@@ -485,14 +486,14 @@ def prepare_data_loader(
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Return a loader whose passes skip their first batches.
 
-    It shares the count of passes with ``loader``, which continues with the next epoch after a first pass through this
-    one. Batches that ``load_state`` has already skipped are not skipped again.
+    It shares its epoch count with ``loader``: after one pass over the returned loader, ``loader`` continues with the
+    next epoch. Batches that ``load_state`` has already skipped are not skipped again.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: ``num_batches`` is negative.
     """
     if num_batches < 0:
-        raise ValueError(f"skip_first_batches got {num_batches} batches to leave out. Give 0 or more.")
+        raise ValueError(f"skip_first_batches: num_batches={num_batches} is negative. Pass 0 or more.")
     if not isinstance(loader, PreparedLoader):
         loader = PreparedLoader(loader, Strategy(), DataLoaderConfiguration())
     skipping = object.__new__(PreparedLoader)
@@ -507,24 +508,25 @@ def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even
         return loader
     if is_split(loader):
         messages.info_once(
-            f"The loader of {type(loader.dataset).__name__} is split by rank already (it has a DistributedSampler, or "
-            "a data set that knows its rank), so prepare() leaves it as it is. It could do that itself: leave the "
-            "sampler out and write shuffle=True."
+            f"The loader of {type(loader.dataset).__name__} is already split by rank (it has a DistributedSampler, or "
+            "a dataset that knows its rank), so prepare() leaves it unchanged. prepare() can split it for you: remove "
+            "the sampler and use shuffle=True."
         )
         return loader
     size = _batch_size(loader)
     if config.split_batches and (not size or size % world):
         raise ValueError(
-            f"split_batches=True cuts each batch into {world} parts of one size, but batch_size={size} cannot be: give "
-            f"a batch_size that {world} divides, or leave split_batches out, so that every process has batches of "
+            f"split_batches=True cuts each batch into {world} equal parts, but batch_size={size} is not divisible by "
+            f"{world}. Use a batch_size that is, or leave split_batches out, so that every process gets batches of "
             "batch_size."
         )
     if config.dispatch_batches:
         return Dispatched(loader, strategy, config.split_batches)
     if config.split_batches and not isinstance(loader.dataset, IterableDataset) and not cuts(loader.batch_sampler):
         raise ValueError(
-            f"split_batches=True cannot cut what a {type(loader.batch_sampler).__name__} yields without reading it. "
-            "Give DataLoader a batch_size (and a sampler), or leave split_batches out: batches are then dealt whole."
+            f"split_batches=True cannot cut the batches of a {type(loader.batch_sampler).__name__} without reading "
+            "them. Give DataLoader a batch_size (and a sampler), or leave split_batches out, so that each process gets "
+            "whole batches."
         )
 
     def divide(size: int, drop_last: bool = False) -> Division:
@@ -539,7 +541,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A torchdata loader, which knows its position in an iterable data set."""
+    """A torchdata loader, which knows its position in an iterable dataset."""
     if not messages.is_installed("torchdata"):
         raise ModuleNotFoundError(
             messages.missing("DataLoaderConfiguration(use_stateful_dataloader=True)", "torchdata")

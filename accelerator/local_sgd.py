@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class LocalSGD:
     """Context that averages parameters every few updates and at the end, instead of communicating gradients.
 
-    Processes communicate less, but the result differs from synchronous training. Optimizer states and statistics such
-    as those of batch norm remain different on each process.
+    Processes communicate less, but the result differs from synchronous training. Optimizer states, and statistics such
+    as batch norm's, remain different on each process.
 
     Example:
         >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:  # doctest: +SKIP
@@ -35,7 +35,7 @@ class LocalSGD:
     Args:
         accelerator: the Accelerator that has prepared the model.
         model: the model.
-        local_sgd_steps: number of updates between two averages.
+        local_sgd_steps: number of updates between averages.
         enabled: False to train as usual.
 
     Raises:
@@ -45,12 +45,12 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ValueError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): it counts updates. Set it to 1 or more.")
+            raise ValueError(f"LocalSGD: local_sgd_steps={local_sgd_steps!r} is less than 1. Pass 1 or more.")
         placement = accelerator.prepared.placements.get(id(model))
         if placement is None:
             raise ValueError(
-                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass what "
-                "accelerator.prepare returned for it."
+                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass the model that "
+                "accelerator.prepare returned."
             )
         self.accelerator = accelerator
         self.model = model

@@ -24,7 +24,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     Each method accepts two more arguments:
 
     * ``main_process_only=False``: every process logs the line, prefixed with its rank;
-    * ``in_order=True``: the same, one process after the other; every process must make the call.
+    * ``in_order=True``: the same, one process at a time; every process must make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ _said: set[tuple[str, str, str]] = set()
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of a name, usually ``__name__``, for scripts with several processes.
+    """The logger with a given name, usually ``__name__``, for scripts with several processes.
 
     Its level is ``log_level``, else the variable ``PACELINE_LOG_LEVEL`` (or ``ACCELERATE_LOG_LEVEL``), else unchanged.
     """
@@ -73,7 +73,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of processes, also before they join a process group."""
+    """This process's rank and the number of processes, even before they join a process group."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     cluster = find_cluster()
@@ -85,7 +85,7 @@ def _wait(count: int) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError(
-            "logger.log(..., in_order=True): the processes have not met yet, so they cannot wait for each other. Make "
-            "an Accelerator (or a PartialState) before."
+            "logger.log(..., in_order=True): the processes have not joined a process group yet, so they cannot wait "
+            "for each other. Create an Accelerator (or a PartialState) first."
         )
     dist.barrier(host_room(_TIMEOUT)[0])

@@ -1,4 +1,4 @@
-"""Whole weights of prepared models, and files of them that other tools read."""
+"""The full weights of prepared models, and weight files that other tools can read."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ModelWeights:
     project: ProjectConfiguration
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole ``state_dict`` of a model. Every rank must call this.
+        """The full ``state_dict`` of a model. Every rank must call this.
 
-        If the weights are sharded, rank 0 gets them on the CPU, and the others get an empty dict.
+        If the weights are sharded, rank 0 gets them on the CPU, and all other ranks get an empty dict.
 
         Args:
             model: the model, prepared or not, possibly compiled.
@@ -57,13 +57,13 @@ class ModelWeights:
     ) -> None:
         """Write a model's weights, in several files with an index if they are large. Every rank must call this.
 
-        Each file appears complete or not at all, the index last; then files of an earlier call in the same format are
-        removed. Tied tensors are written once.
+        Each file appears complete or not at all, and the index appears last. Then files that an earlier call wrote in
+        the same format are removed. Tied tensors are written once.
 
         Args:
             model: the prepared model.
-            save_directory: path or address of a folder, which is created if it does not exist.
-            max_shard_size: bytes, or text such as ``"5GB"``; a single larger tensor gets a larger file.
+            save_directory: path or URL of a folder, which is created if it does not exist.
+            max_shard_size: bytes, or a string such as ``"5GB"``; a single larger tensor gets a larger file.
             safe_serialization: write ``model*.safetensors``; False: ``pytorch_model*.bin``.
 
         Raises:
@@ -96,7 +96,7 @@ class ModelWeights:
             safe_serialization: use the safetensors format.
 
         Raises:
-            TypeError: the safetensors format cannot hold the object.
+            TypeError: the safetensors format cannot store the object.
         """
         if self.project.writes(self.strategy):
             save_object(obj, f, safe_serialization)
@@ -109,10 +109,10 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
         return
     found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
     if safe_serialization and (found is None or found.others):
-        odd = f"has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        odd = f"also has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
         raise TypeError(
-            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format only holds "
-            "dicts of tensors. Leave safe_serialization out."
+            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format can only "
+            "store dicts of tensors. Leave safe_serialization out."
         )
     with atomic_write.written_aside(location(f)) as path:
         if found is None:

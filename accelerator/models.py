@@ -18,13 +18,13 @@ from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
 
-#: Returns an error that says what to do about one of a model; None if there is nothing to add.
+#: Returns an error that says what to do about a model's error; None if there is nothing to add.
 Explain = Callable[["PreparedModel", BaseException], "BaseException | None"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class PreparedModel:
-    """A model and the strategy that holds it.
+    """A prepared model and its strategy.
 
     Attributes:
         strategy: the strategy of this model only; its states, gradients and steps go through it.
@@ -57,7 +57,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """The module's current parameter for one that it has, or had before it was set up; None for others."""
+        """The current parameter for one that the module has, or had before setup; None for any other parameter."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -113,7 +113,7 @@ class PreparedModel:
         return partial(self._any_method.call, method)
 
     def explain_with(self, explain: Explain) -> None:
-        """Set the function that explains errors of the forward pass."""
+        """Set the function that explains errors in the forward pass."""
         routed: Any = vars(self.module).get("forward")
         if isinstance(routed, Routed):
             routed.explain = partial(explain, self)
@@ -128,9 +128,9 @@ class PreparedModel:
         vars(self).update({name: value for name, value in state.items() if name != "gradients"})
         if not is_initialized(self.module):
             raise TypeError(
-                f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, and "
-                "neither can be made before the other. Pickle the Accelerator, which brings the module, or keep it out "
-                "of the module."
+                f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, so "
+                "neither can be unpickled before the other. Pickle the Accelerator, which includes the module, or keep "
+                "both out of the module."
             )
         self.strategy.setup_environment()
         self._know_parameters()
@@ -140,7 +140,7 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A step of a model whose weights had not been loaded when it was prepared."""
+        """Run a step of a model whose weights were not loaded when it was prepared; load them first."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
@@ -152,10 +152,10 @@ def explain_alone(model: PreparedModel, error: BaseException) -> BaseException |
 
 
 def refuse_processes(strategy: Strategy, what: str) -> None:
-    """Raise a TypeError if an object cannot be copied because it is shared by processes or kept in parts."""
+    """Raise a TypeError if an object cannot be copied because processes share it or it is sharded."""
     if strategy.world_size > 1 or strategy.communicates_forward:
         name, several = type(strategy).__name__, strategy.world_size > 1
-        why = f"{strategy.world_size} processes share it" if several else "it keeps models in parts"
+        why = f"{strategy.world_size} processes share it" if several else "it shards models"
         raise TypeError(
             f"{what} cannot be copied or pickled under {name}, because {why}. Save everything with "
             "accelerator.save_state(folder), or the weights with accelerator.get_state_dict(model)."
@@ -277,14 +277,14 @@ def migrated(model: nn.Module) -> nn.Module:
     """The module to prepare; warns about wrappers of the script that are no longer needed."""
     if isinstance(model, DataParallel):
         messages.warn_once(
-            "accelerator.prepare got a model in nn.DataParallel. It is taken out: one process a device "
-            "(DistributedDataParallel) is faster and is what `paceline launch` starts. Delete the DataParallel(...) "
+            "accelerator.prepare got a model in nn.DataParallel and unwrapped it: one process per device "
+            "(DistributedDataParallel) is faster, and `paceline launch` starts them. Delete the DataParallel(...) "
             "line."
         )
     elif isinstance(model, DistributedDataParallel):
         messages.warn_once(
-            "accelerator.prepare got a model that is in DistributedDataParallel already. It is taken out, since "
-            "prepare wraps it; options such as find_unused_parameters go into "
+            "accelerator.prepare got a model that is already in DistributedDataParallel and unwrapped it, because "
+            "prepare wraps it itself. Pass options such as find_unused_parameters as "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
             "DistributedDataParallel(...) line."
         )

@@ -1,4 +1,4 @@
-"""Functions for tensors in lists, tuples and mappings that need no other process."""
+"""Functions for tensors in nested lists, tuples and mappings, without communication."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def recursively_apply(
         if error_on_other_type and value is not None:
             name = getattr(func, "__name__", "this")
             raise TypeError(
-                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Give tensors, in lists, "
-                "tuples or dicts as you like: torch.tensor(value) for a number, gather_object for other objects."
+                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Pass tensors, in lists, "
+                "tuples or dicts: use torch.tensor(value) for a number and gather_object for other objects."
             )
         return value
 
@@ -110,7 +110,7 @@ def find_batch_size(data: Any) -> int:
     """The first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
-        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Give a structure that has one.")
+        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data that contains one.")
     return found
 
 
@@ -127,7 +127,7 @@ def find_device(data: Any) -> torch.device | None:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Every tensor's ``tensor[tensor_slice]``."""
+    """Replace every tensor with ``tensor[tensor_slice]``."""
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -140,7 +140,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return honor_type(first, [concatenate([entry[i] for entry in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([entry[key] for entry in data], dim) for key in first})
-    raise TypeError(f"concatenate got {messages.a(first)} among its tensors. Give tensors, lists, tuples or dicts.")
+    raise TypeError(f"concatenate got {messages.a(first)} among its tensors. Pass tensors, lists, tuples or dicts.")
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
@@ -157,7 +157,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def get_data_structure(data: Any) -> Any:
-    """Replace each tensor by a :class:`TensorInformation`."""
+    """Replace each tensor with a :class:`TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 

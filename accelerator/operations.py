@@ -1,7 +1,7 @@
-"""Operations on tensors of all processes: gather, reduce, broadcast, pad, split.
+"""Operations on tensors across processes: gather, reduce, broadcast, pad, split.
 
-Every process must make the same call. Processes compare the shapes and dtypes first (16 bytes), so that a difference is
-an error on every process.
+Every process must make the same call. Processes compare the shapes and dtypes first (16 bytes), so that a mismatch
+raises an error on every process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class DistributedOperationException(ValueError):  # noqa: N818 - the name that u
 
 
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Concatenate the tensors of all processes along the first dimension, which may differ; scalars give (world,).
+    """Concatenate the tensors of all processes along the first dimension; scalars give shape (world,).
+
+    Only the size of the first dimension may differ between processes.
 
     Raises:
-        DistributedOperationException: on every process, if the tensors differ in another way.
+        DistributedOperationException: the tensors differ in any other way; raised on every process.
         TypeError: the data contain something other than tensors.
     """
     _refuse_others("gather", data)
@@ -73,9 +75,9 @@ def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
 
 
 def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
-    """Like :func:`gather`, without repeated samples: a pass gives every sample once, in order.
+    """Like :func:`gather`, but drops repeated samples, so that a pass gives every sample once, in order.
 
-    Rows are removed from tensors (and lists of objects) with one row per sample; anything else is returned whole, with
+    Rows are removed from tensors (and lists of objects) with one row per sample. Anything else is returned whole, with
     a warning if the pass ended with repeated samples.
     """
     if strategy.world_size == 1:
@@ -96,7 +98,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """The first ``counting`` of ``own`` rows; the others repeat samples of another process."""
+    """Keep the first ``counting`` of ``own`` rows; the rest repeat samples of another process."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
@@ -110,9 +112,9 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
     if strategy.agree(bool(whole) and counting < own):
         messages.warn_once(
             f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
-            "and at the end of this loader a process only repeats samples of another's. What does not have one row a "
-            "sample is returned whole, so these count twice in it. Gather a value for each sample and reduce what "
-            "comes back."
+            "and at the end of this loader some processes repeat samples of other processes. A value without one row "
+            "per sample is returned whole, so repeated samples count twice in it. Gather one value per sample and "
+            "reduce the result."
         )
     return data
 
@@ -140,14 +142,14 @@ def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: 
 
 
 def broadcast(data: Any, strategy: Strategy, from_process: int = 0) -> Any:
-    """Replace tensors by those of one process, which have the same shapes and dtypes."""
+    """Broadcast one process's tensors to all processes; shapes and dtypes must be the same everywhere."""
     _refuse_others("broadcast", data)
     _require_alike("broadcast", data, strategy)
     return recursively_apply(lambda tensor: strategy.broadcast_tensor(tensor, from_process), data)
 
 
 def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list by those of one process, in place, and return it."""
+    """Replace a list's entries in place with one process's entries, and return the list."""
     object_list[:] = strategy.broadcast(list(object_list), from_process)
     return object_list
 
@@ -158,7 +160,7 @@ def pad_across_processes(
     """Pad every tensor along ``dim`` to its largest size on any process.
 
     Raises:
-        DistributedOperationException: on every process, if the number of tensors or of their dimensions differs.
+        DistributedOperationException: the number of tensors or dimensions differs; raised on every process.
     """
     sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
     found = strategy.unlike(sizes)
@@ -167,15 +169,15 @@ def pad_across_processes(
     if len({len(entry) for entry in found}) > 1:
         raise DistributedOperationException(
             f"pad_across_processes got {', '.join(str(len(entry)) for entry in found)} tensors on ranks 0, 1, ...: "
-            "give as many on every process."
+            "pass the same number on every process."
         )
     for index, column in enumerate(zip(*found, strict=True)):
         if len({dims for dims, _ in column}) > 1:
             which = f"tensor {index}" if len(sizes) > 1 else "a tensor"
             raise DistributedOperationException(
                 f"pad_across_processes got {which} with {', '.join(str(dims) for dims, _ in column)} dimensions on "
-                "ranks 0, 1, ...: padding makes a dimension longer, it adds none. Give tensors with as many dimensions "
-                "on every process, such as tensor.unsqueeze(0) for a single sample."
+                "ranks 0, 1, ...: padding makes a dimension longer but does not add one. Pass tensors with the same "
+                "number of dimensions on every process, such as tensor.unsqueeze(0) for a single sample."
             )
     largest = iter([max(size for _, size in column) for column in zip(*found, strict=True)])
 
@@ -221,8 +223,8 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
     )
     may = f" (only {but} may differ)" if but else ""
     return (
-        f"{operation} needs tensors of the same shapes and dtypes on every rank{may}, but got {listed}. Bring them to "
-        "one shape: pad_across_processes(data, dim=1) pads a dimension."
+        f"{operation} needs tensors of the same shapes and dtypes on every rank{may}, but got {listed}. Make the "
+        "shapes equal: pad_across_processes(data, dim=1) pads a dimension."
     )
 
 
@@ -253,13 +255,13 @@ def _length(inputs: Any) -> int:
         lengths = {key: _length(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"split_between_processes got a dict whose entries have different lengths: {lengths}. Give as many "
-                "inputs under each key."
+                f"split_between_processes got a dict whose entries have different lengths: {lengths}. Give the same "
+                "number of inputs under each key."
             )
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"split_between_processes got {messages.a(inputs)}, which has no entries to share. Give a list, a "
+            f"split_between_processes got {messages.a(inputs)}, which cannot be split. Pass a list, a "
             "tuple, a tensor, a datasets.Dataset or a dict of them."
         )
     return len(inputs)

@@ -28,8 +28,8 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         strategy: the strategy of its model, which runs its steps.
-        placements: the prepared models whose parameters it has.
-        clip_norm: the largest gradient norm, to which each step clips; None to not clip.
+        placements: the prepared models whose parameters it updates.
+        clip_norm: gradient norm that each step clips to; None to not clip.
 
     Attributes:
         placement: the first of its models, or None.
@@ -37,7 +37,7 @@ class AcceleratedOptimizer(Optimizer):
         scales: whether its gradients contain the fp16 loss scale.
     """
 
-    #: Returns an error that says what to do about the one given; None if there is nothing to add.
+    #: Returns an error that says what to do about a given error; None if there is nothing to add.
     explain: Callable[[BaseException], BaseException | None] = staticmethod(lambda error: None)
 
     def __init__(
@@ -84,7 +84,7 @@ class AcceleratedOptimizer(Optimizer):
             state.used()
         loss = None
         if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
-            window.settle(self)  # otherwise gradients have their final size already
+            window.settle(self)  # otherwise the gradients are final already
         if closure is None and self._clip_norm is not None:
             self.strategy.clip_by_norm(self._own_parameters, self._clip_norm)
         self._steps = True
@@ -114,7 +114,7 @@ class AcceleratedOptimizer(Optimizer):
         """Make direct steps of the user's optimizer an error; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
-            "Step what prepare returned: optimizer = accelerator.prepare(optimizer)."
+            "Step the optimizer that prepare returned: optimizer = accelerator.prepare(optimizer)."
         )
         self.optimizer.register_step_pre_hook(partial(_refuse, weakref.ref(self), text))
 
@@ -189,7 +189,7 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
         window = self._state_of_gradients.window
-        parameters = () if self.placements else self._own_parameters  # models bring their gradients
+        parameters = () if self.placements else self._own_parameters  # models pickle their own gradients
         return {
             "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
             "gradients": [(parameter, parameter.grad) for parameter in parameters],
@@ -218,10 +218,10 @@ def _refuse_scaler(accelerating: bool) -> None:
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
-            "The script's own GradScaler works on a prepared optimizer. accelerator.backward and optimizer.step() "
-            "scale and unscale by themselves under mixed_precision='fp16': delete the scaler and its lines "
-            "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
-            "optimizer.step(); scaler.unscale_ and scaler.update go)."
+            "The script uses its own GradScaler on a prepared optimizer. Under mixed_precision='fp16', "
+            "accelerator.backward and optimizer.step() scale and unscale by themselves. Delete the scaler: "
+            "scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) becomes "
+            "optimizer.step(), and scaler.unscale_ and scaler.update are not needed."
         )
 
 

@@ -1,4 +1,4 @@
-"""``ParallelismConfig``: the dimensions in which processes share the work."""
+"""``ParallelismConfig``: the dimensions along which processes share the work."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ParallelismConfig:
             size = getattr(self, f"{dim}_size")
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
-                    f"ParallelismConfig({dim}_size={size!r}) is not a number of processes. Pass 1 or more."
+                    f"ParallelismConfig: {dim}_size={size!r} is not a valid number of processes. Pass 1 or more."
                 )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
@@ -141,17 +141,17 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Active dimensions along which data differ."""
+        """Active dimensions along which processes read different data."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard")]
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Active dimensions along which samples are shared."""
+        """Active dimensions along which processes share samples."""
         return [dim for dim in self.active_mesh_dims if dim in ("tp", "cp", "sp")]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Those over which parameters are sharded."""
+        """Active dimensions over which parameters are sharded."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_shard", "cp", "sp")]
 
     @property
@@ -161,7 +161,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Dimensions for ``fully_shard``: that of the copies, and the flattened one of the shards."""
+        """Dimensions for ``fully_shard``: the replicate dimension if active, and the flattened shard dimension."""
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -184,13 +184,13 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, which is created if there is none and ``device_type`` is given."""
+        """The mesh; created if there is none and ``device_type`` is given."""
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         if self.device_mesh is not None and device_type not in (None, self.device_mesh.device_type):
             raise ValueError(
-                f"The mesh of this ParallelismConfig is of {self.device_mesh.device_type!r}, but {device_type!r} was "
-                "asked for. Make another ParallelismConfig for it."
+                f"The mesh of this ParallelismConfig is for {self.device_mesh.device_type!r}, but {device_type!r} was "
+                "requested. Create another ParallelismConfig for it."
             )
         return self.device_mesh
 
@@ -205,8 +205,8 @@ class ParallelismConfig:
         """The arguments of ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
-                "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "
-                "alike, and communicate between their products."
+                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out: layers are split the "
+                "same way, but communication does not overlap their matrix products."
             )
         found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
         if self.tp_enabled and self.tp_handler is not None:

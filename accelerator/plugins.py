@@ -53,8 +53,8 @@ class GradientAccumulationPlugin(KwargsHandler):
             isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
         ):
             raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}) is not a number of micro-batches. Pass "
-                "1 or more."
+                f"GradientAccumulationPlugin: num_steps={self.num_steps!r} is not a valid number of micro-batches. "
+                "Pass 1 or more."
             )
 
 
@@ -68,7 +68,7 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: ``save_state()`` without a folder writes ``checkpoints/checkpoint_0``, ``_1``, ...
         total_limit: number of these to keep; None for all.
         iteration: number of the next one.
-        save_on_each_node: write on each machine, if they do not share disks.
+        save_on_each_node: write on every machine, for machines that do not share disks.
     """
 
     project_dir: str | None = None
@@ -104,9 +104,9 @@ class TorchDynamoPlugin(KwargsHandler):
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
         fullgraph: raise an error instead of compiling several graphs.
         dynamic: compile for shapes that change; None lets torch decide.
-        options: options of the backend; excludes ``mode``.
+        options: options of the backend; cannot be combined with ``mode``.
         disable: compile nothing, for debugging.
-        use_regional_compilation: compile repeated blocks one by one, which starts faster than the whole model.
+        use_regional_compilation: compile repeated blocks separately, to spend less time compiling.
     """
 
     backend: DynamoBackend | BackendName | None = None
@@ -156,8 +156,8 @@ class TorchDynamoPlugin(KwargsHandler):
             known = [word for word in DynamoBackend.list() if word.lower() in present]
             raise ValueError(
                 f"TorchDynamoPlugin(backend={str(self.backend)!r}): torch {torch.__version__} has no such backend "
-                f"here. It has {messages.names(known, 'and')}; others come with packages of their own, which have to "
-                "be installed."
+                f"here. It has {messages.names(known, 'and')}; others come with separate packages that must be "
+                "installed."
             )
         watch_compiling()
         return partial(torch.compile, **arguments)
@@ -170,8 +170,8 @@ class TorchDynamoPlugin(KwargsHandler):
         if compile_repeated(module, self.to_kwargs()):
             return None
         messages.info_once(
-            f"use_regional_compilation found no list of blocks of one class in {type(module).__name__}, so all of it "
-            "is compiled at once."
+            f"use_regional_compilation found no list of blocks of the same class in {type(module).__name__}, so the "
+            "whole module is compiled at once."
         )
         return compiler
 
@@ -189,7 +189,7 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
     """The given plugin, with unset fields from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or write "
+            f"Accelerator: dynamo_plugin={plugin!r} is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or use "
             "dynamo_backend='inductor'."
         )
     found = fill(plugin or TorchDynamoPlugin(), settings, _DYNAMO)
@@ -200,44 +200,44 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
 
 
 class FullyShardedDataParallelPlugin(FSDPSettings):
-    """Weights, gradients and optimizer state sharded over processes by torch's ``fully_shard`` (FSDP2).
+    """Shard weights, gradients and optimizer state over processes with torch's ``fully_shard`` (FSDP2).
 
-    Fields of FSDP 1 are translated, and one note names those without a meaning in FSDP2. Fields that are None come from
-    the settings (``fsdp_...``).
+    Fields of FSDP 1 are translated, and one note lists the fields that mean nothing in FSDP2. Fields that are None come
+    from the settings (``fsdp_...``).
 
     Args:
         fsdp_version: 1 is accepted and treated as 2.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep weights between forward and backward),
             ``"HYBRID_SHARD"`` (shard within a machine) or ``"HYBRID_SHARD_ZERO2"``.
         reshard_after_forward: False keeps weights between forward and backward; or a ``sharding_strategy``.
-        mixed_precision_policy: a ``MixedPrecisionPolicy`` instead of autocast; also that of FSDP 1, a dict of its
-            arguments, or ``"bf16"`` or ``"fp16"`` for everything.
+        mixed_precision_policy: a ``MixedPrecisionPolicy`` instead of autocast. FSDP 1's ``MixedPrecision``, a dict of
+            its arguments, and ``"bf16"`` or ``"fp16"`` for everything also work.
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
-            torch.distributed.fsdp.wrap; None for the repeated block.
-        transformer_cls_names_to_wrap: class names of the blocks, as a list or comma separated.
-        min_num_params: smallest block in parameters, for ``"size_based_wrap"``.
+            torch.distributed.fsdp.wrap; None wraps the repeated block.
+        transformer_cls_names_to_wrap: class names of the blocks, as a list or separated by commas.
+        min_num_params: smallest number of parameters in a block, for ``"size_based_wrap"``.
         cpu_offload: keep shards and optimizer state in CPU memory.
         state_dict_type: ``"FULL_STATE_DICT"`` (checkpoints are one file) or ``"SHARDED_STATE_DICT"`` (each process
-            writes its part).
+            writes its shards).
         activation_checkpointing: recompute the forward pass of each block during backward.
         ignored_modules, param_init_fn, activation_checkpointing_offload: not supported.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: accepted; FSDP2 decides by itself.
+            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: accepted and ignored.
     """
 
 
 class DeepSpeedPlugin(DeepSpeedSettings):
-    """ZeRO of the package DeepSpeed.
+    """DeepSpeed's ZeRO.
 
     Args:
         hf_ds_config: a DeepSpeed configuration as a dict or the path of a JSON file; overrides the other fields.
         gradient_accumulation_steps: micro-batches per update.
         gradient_clipping: largest gradient norm.
-        zero_stage: what is split over processes: 1 optimizer, 2 gradients too, 3 weights too; None means 2.
+        zero_stage: what is sharded: 1 for the optimizer state, 2 for gradients too, 3 for weights too; None means 2.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
         offload_param_device: ``"none"`` or ``"cpu"``, with stage 3.
-        is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: accepted; a model is split when it is prepared, and
-            saving always gathers whole weights.
+        is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: accepted and ignored. A model is sharded when it is
+            prepared, and saving always gathers the full weights.
         offload_optimizer_nvme_path, offload_param_nvme_path, transformer_moe_cls_names, enable_msamp, msamp_opt_level:
             not supported.
     """
@@ -251,8 +251,8 @@ def choose_accumulation(
     """The arguments of ``GradientState``: from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
-            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is {messages.a(plugin)}. Pass a "
-            "GradientAccumulationPlugin, or write gradient_accumulation_steps=4."
+            f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "
+            "GradientAccumulationPlugin, or use gradient_accumulation_steps=4."
         )
     found = (plugin or GradientAccumulationPlugin()).to_dict()
     origin = getattr(settings, "origin", None)

@@ -35,7 +35,7 @@ _PREPARED = (PreparedLoader, AcceleratedOptimizer, AcceleratedScheduler)
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether a value is a scheduler of torch, or has the methods of one."""
+    """Whether a value is a torch scheduler, or has a scheduler's methods."""
     if isinstance(value, (type, nn.Module, Optimizer)):
         return False
     return isinstance(value, LRScheduler) or all(
@@ -50,13 +50,13 @@ class Prepared:
     Attributes:
         strategy: the Accelerator's strategy; each model gets its own copy.
         gradient_state: tells optimizers and schedulers when to step.
-        shards: whether the strategy replaces parameters by parts of them.
+        shards: whether the strategy replaces parameters with shards.
         compiler: returns the function that compiles a module's forward pass, or None.
-        clip_norm: norm to which optimizers clip their gradients by themselves; None to not clip.
+        clip_norm: norm that optimizers clip their gradients to at each step; None to not clip.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, by the module's id; these and the lists below are in order of
             preparation.
-        seed: seed of the shuffling on all ranks; None before the first loader.
+        seed: shuffling seed on all ranks; None until the first loader is prepared.
         errors: explains errors of the models and optimizers.
     """
 
@@ -145,7 +145,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, give models in eval mode the buffers of rank 0, which checkpoints contain."""
+        """When a pass begins, broadcast rank 0's buffers to models in eval mode; checkpoints contain the same ones."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -192,7 +192,7 @@ class Prepared:
         return prepared.module
 
     def _start(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
-        """Move a model to its device, and shard or wrap it. Its forward is routed when its optimizers are known."""
+        """Move a model to its device, and shard or wrap it. Its forward is routed once its optimizers are known."""
         model = migrated(model)
         if self.shards:
             self._refuse_shared(model)
@@ -210,9 +210,9 @@ class Prepared:
             if shared:
                 raise ValueError(
                     f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
-                    f"{type(other.module).__name__}: {type(other.strategy).__name__} puts a model's parameters in "
-                    "parts, which two models cannot share, so they would be trained apart. Put both in one module (an "
-                    "nn.Module with the two as children) and prepare that, or use strategy='ddp'."
+                    f"{type(other.module).__name__}: {type(other.strategy).__name__} shards each model separately, so "
+                    "the two models would train separate copies. Put both in one module (an nn.Module with the two as "
+                    "children) and prepare that, or use strategy='ddp'."
                 )
 
     def _finish(self, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
@@ -233,7 +233,7 @@ class Prepared:
         return wrapper
 
     def _add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it steps with complete windows, through the strategy of its model."""
+        """Wrap an optimizer so that it steps only after complete windows, through its model's strategy."""
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
@@ -260,8 +260,8 @@ class Prepared:
         owners = [one for one in self.optimizers if one is inner or one.optimizer is inner]
         if inner is not None and not owners:
             messages.warn_once(
-                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it moves with all that were. "
-                "Pass the optimizer to prepare as well."
+                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it advances with all prepared "
+                "optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = AcceleratedScheduler(
             scheduler,
@@ -296,15 +296,17 @@ class Prepared:
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches, on any device.
 
-        A process without further batches takes part in the gradient communication of the others until all are done;
-        then all get the model of the process that trained longest. Only communication of DistributedDataParallel is
-        matched, so the loop must not call ``gather`` and similar methods, or ``backward(num_items=...)``.
+        A process that runs out of batches keeps taking part in gradient communication until all processes are done.
+        Then every process gets the model of the process that trained longest. Only DistributedDataParallel's
+        communication is matched, so the loop must not call ``gather`` or similar methods, or
+        ``backward(num_items=...)``.
 
         Args:
-            joinables: prepared models that are trained inside, and optimizers that communicate
+            joinables: prepared models to train in this context, and optimizers that communicate
                 (ZeroRedundancyOptimizer).
-            even_batches: False: prepared loaders yield every sample once, so some processes may have a batch less;
-                True: all processes have equally many, and nothing is joined; None: as the loaders are set.
+            even_batches: False: prepared loaders yield every sample once, so some processes may have one batch fewer;
+                True: all processes get the same number of batches, and nothing is joined; None: keep each loader's
+                setting.
 
         Raises:
             ValueError: a model is not prepared.
@@ -350,20 +352,20 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
     if not owners:
         raise ValueError(
             f"{type(optimizer).__name__} has no parameter of a prepared model, and {type(strategy).__name__} "
-            "replaces parameters when it shards a model. Pass both to one call: accelerator.prepare(model, optimizer)."
+            "replaces parameters when it shards a model. Pass both in one call: accelerator.prepare(model, optimizer)."
         )
     if len(owners) > 1:
         names = messages.names([type(model.module).__name__ for model in owners], last="and")
         raise ValueError(
             f"{type(optimizer).__name__} has parameters of {len(owners)} prepared models ({names}), and "
-            f"{type(strategy).__name__} steps each model by itself. Make an optimizer for each, or one model that "
-            "holds them all."
+            f"{type(strategy).__name__} steps each model separately. Create one optimizer per model, or put the models "
+            "in one module."
         )
 
 
 _SCALER = (
-    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16' Paceline scales losses itself, elsewhere none "
-    "is needed: delete the scaler and its lines (scaler.scale, scaler.step, scaler.update), and call "
-    "accelerator.backward(loss) and optimizer.step(). Settings of it go into "
+    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16' Paceline scales losses itself; otherwise no "
+    "scaler is needed. Delete the scaler and its lines (scaler.scale, scaler.step, scaler.update), and call "
+    "accelerator.backward(loss) and optimizer.step(). Pass scaler settings as "
     "Accelerator(kwargs_handlers=[GradScalerKwargs(...)])."
 )

@@ -1,4 +1,4 @@
-"""Ranks, and work of single processes, for ``PartialState`` and ``Accelerator``."""
+"""Ranks, and code that runs only on some processes, for ``PartialState`` and ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Processes:
-    """This process and the others of its strategy.
+    """This process and the other processes of its strategy.
 
     Attributes:
         strategy: where tensors live and how the processes communicate.

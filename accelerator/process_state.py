@@ -1,6 +1,6 @@
 """``PartialState`` and ``AcceleratorState``: device, rank and process group; precision and plugins.
 
-The process group is shared by the whole process; precision, plugins and windows belong to each Accelerator.
+The whole process shares one process group; each Accelerator has its own precision, plugins and windows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Process:
         strategy: the strategy that joined the process group; None before the first one.
         state: state of the newest Accelerator.
         resets: number of resets.
-        cpu: a PartialState was created with ``cpu=True``.
+        cpu: whether a PartialState was created with ``cpu=True``.
     """
 
     strategy: Strategy | None = None
@@ -55,7 +55,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context in which this process has no state, for processes that are copied from it."""
+    """Context in which this process has no state, so that copies of the process start without one."""
     before = vars(_process).copy()
     _process.forget()
     try:
@@ -65,7 +65,7 @@ def forgotten() -> Iterator[None]:
 
 
 class _Shared(Mapping[str, Any]):
-    """For programs that check whether there is a state already; empty until then."""
+    """For programs that check whether a state exists already; empty until one does."""
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
@@ -92,7 +92,7 @@ def stays_on_cpu() -> bool:
 class PartialState(Processes):
     """The device and rank of this process; creates the process group if there is none.
 
-    All objects of this class show the same state.
+    All instances share the same state.
 
     Args:
         cpu: compute on the CPU even if there are GPUs.
@@ -106,20 +106,20 @@ class PartialState(Processes):
             _process.strategy = _made(cpu, group)
         elif cpu and _process.strategy.device.type != "cpu":
             raise ValueError(
-                f"PartialState(cpu=True), but this process already uses {_process.strategy.device}. Pass cpu=True "
-                "where the first PartialState or Accelerator is made."
+                f"PartialState got cpu=True, but this process already uses {_process.strategy.device}. Pass cpu=True "
+                "to the first PartialState or Accelerator."
             )
         _process.cpu = cpu or _process.cpu
         self._own = _process.strategy
         self._resets = _process.resets
 
     def __reduce__(self) -> Any:
-        """A copy shows the process that unpickles it."""
+        """A copy describes the process that unpickles it."""
         return _place_here, (self.device.type == "cpu",)
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """The state of a strategy that is set up; the first strategy becomes that of the process."""
+        """The state of a strategy that is set up. The first such strategy becomes the process's strategy."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -136,7 +136,7 @@ class PartialState(Processes):
         """Where tensors live and how the processes communicate."""
         if self._resets != _process.resets:
             if _process.strategy is None:
-                raise AttributeError  # __getattr__ words it, with the name of the attribute that was read
+                raise AttributeError  # __getattr__ adds the message, with the attribute's name
             self._own, self._resets = _process.strategy, _process.resets
         return self._own
 
@@ -153,7 +153,7 @@ class PartialState(Processes):
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device of this machine."""
+        """The best kind of device on this machine."""
         return torch.device(find_kind("auto"))
 
     @property
@@ -172,7 +172,7 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make this process's device torch's current one."""
+        """Make this process's device torch's current CUDA device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -197,7 +197,7 @@ class PartialState(Processes):
 
 
 class AcceleratorState:
-    """Precision and plugins of an Accelerator, and everything of its PartialState.
+    """Precision and plugins of an Accelerator, plus every attribute of its PartialState.
 
     ``AcceleratorState()`` returns the state of the newest Accelerator. To change settings, use the Accelerator.
 
@@ -205,7 +205,7 @@ class AcceleratorState:
         mixed_precision: None, or the Accelerator's precision.
 
     Raises:
-        ValueError: there is no Accelerator yet, or it has another precision.
+        ValueError: there is no Accelerator yet, or it has a different precision.
     """
 
     _shared_state = _Shared("state")
@@ -222,12 +222,12 @@ class AcceleratorState:
         state = _process.state
         if state is None:
             raise ValueError(
-                "AcceleratorState() shows what an Accelerator was made with, but none was made in this process. Call "
-                "Accelerator() first; for device and ranks alone there is PartialState()."
+                "AcceleratorState() describes an Accelerator, but this process has not created one. Call Accelerator() "
+                "first; for the device and ranks alone, use PartialState()."
             )
         if mixed_precision is not None and str(mixed_precision) != state.mixed_precision:
             raise ValueError(
-                f"AcceleratorState(mixed_precision={str(mixed_precision)!r}), but the Accelerator made last has "
+                f"AcceleratorState got mixed_precision={str(mixed_precision)!r}, but the latest Accelerator uses "
                 f"{state.mixed_precision!r}. Leave it out, or read accelerator.state of the one you mean."
             )
         return state
@@ -249,17 +249,17 @@ class AcceleratorState:
         return state
 
     def __reduce__(self) -> Any:
-        """The same settings, in the process that unpickles it."""
+        """A copy has the same settings and describes the process that unpickles it."""
         return _state_here, (self._partial, {"mixed_precision": self.mixed_precision, **self.plugins})
 
     @property
     def plugins(self) -> dict[str, Any]:
-        """The plugins by name, each None if there is none."""
+        """The plugins by name; None for each plugin that is not in use."""
         return {name: vars(self)[name] for name in _PLUGINS}
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the newest Accelerator, and with ``reset_partial_state`` the state of the process."""
+        """Forget the newest Accelerator; with ``reset_partial_state``, also forget the state of the process."""
         if _process.state is not None:
             vars(_process.state).clear()
             _process.state = None
@@ -268,7 +268,7 @@ class AcceleratorState:
 
     @property
     def initialized(self) -> bool:
-        """Whether it was not reset."""
+        """Whether there is a state; False after a reset."""
         return "_partial" in vars(self)
 
     @property
@@ -291,7 +291,7 @@ class AcceleratorState:
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str = "default") -> None:
-        """Does nothing: there is one plugin at most."""
+        """Only check the name: there is at most one plugin."""
         self.get_deepspeed_plugin(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -315,12 +315,12 @@ def _state_here(partial: PartialState, settings: dict[str, Any]) -> AcceleratorS
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator was made in this process."""
+    """Whether this process has created an Accelerator."""
     return _process.state is not None
 
 
 def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
-    """A strategy in the process group that the launcher describes."""
+    """Create a strategy and join the process group that the launcher describes."""
     handlers = Handlers(process_group=InitProcessGroupKwargs(**group) if group else None)
     settings = {"cpu": resolve({"cpu": cpu or None}, door="PartialState")["cpu"]}
     strategy = choose(Choice(handlers=handlers, settings=settings))

@@ -19,7 +19,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ModuleNotFoundError(messages.missing("paceline's tqdm", "tqdm"), name="tqdm")
     if args and isinstance(args[0], bool):
         raise ValueError(
-            f"tqdm({args[0]}, ...): the first argument is what to iterate over. Write main_process_only={args[0]}."
+            f"tqdm({args[0]}, ...): the first argument must be the iterable. Use main_process_only={args[0]}."
         )
     from tqdm.auto import tqdm as bar
 

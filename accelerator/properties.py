@@ -1,4 +1,4 @@
-"""The properties of an Accelerator, most of them attributes of one of its parts."""
+"""Properties of an Accelerator. Most of them are attributes of one of its parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Facts(Processes):
     _trigger = False
 
     device_placement = Shown[bool]("prepared.device_placement", "Whether models and batches move to the device.")
-    output_dtype = Shown[str]("prepared.output_dtype", "``fp32`` or ``keep``: the dtype of 16-bit model outputs.")
+    output_dtype = Shown[str]("prepared.output_dtype", "``fp32`` converts 16-bit model outputs; ``keep`` does not.")
     step_scheduler_with_optimizer = Shown[bool](
         "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
@@ -74,17 +74,19 @@ class Facts(Processes):
     parallelism_config = Shown[Any]("state.parallelism_config", "The requested parallelism sizes, or None.")
     torch_device_mesh = Shown[Any]("state.device_mesh", "The mesh of all processes; None with one kind of parallelism.")
     is_fsdp2 = Shown[bool]("state.is_fsdp2", "Whether parameters are sharded by ``fully_shard``.")
-    data_parallel_rank = Shown[int]("strategy.data_rank", "Rank of this process among those that read different data.")
+    data_parallel_rank = Shown[int]("strategy.data_rank", "Data-parallel rank of this process.")
     save_iteration = Shown[int]("project_configuration.iteration", "Number of the next folder of ``save_state()``.")
     split_batches = Shown[bool]("dataloader_config.split_batches", "Whether each batch is split among all processes.")
     dispatch_batches = Shown[bool | None]("dataloader_config.dispatch_batches", "Whether one process reads for all.")
-    even_batches = Shown[bool]("dataloader_config.even_batches", "Whether all processes get equally many batches.")
-    use_seedable_sampler = Shown[bool](
-        "dataloader_config.use_seedable_sampler", "Accepted; the order always depends only on seed and epoch."
+    even_batches = Shown[bool](
+        "dataloader_config.even_batches", "Whether all processes get the same number of batches."
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Accepted; copies to a GPU never wait.")
+    use_seedable_sampler = Shown[bool](
+        "dataloader_config.use_seedable_sampler", "No effect; the order always depends only on seed and epoch."
+    )
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "No effect; copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
-        "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable data sets."
+        "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )
 
     @property
@@ -117,22 +119,22 @@ class Facts(Processes):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Rank of this process among those that split layers."""
+        """Rank of this process in the group that splits layers."""
         return self._place_on("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Rank of this process among those that hold successive layers."""
+        """Rank of this process in the group that holds successive layers."""
         return self._place_on("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Rank of this process among those that split sequences."""
+        """Rank of this process in the group that splits sequences."""
         return self._place_on("cp")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Rank of this process among those that shard one copy of the model."""
+        """Rank of this process in the group that shards one copy of the model."""
         return self._place_on("dp_shard")
 
     def _place_on(self, axis: str) -> int:
@@ -141,7 +143,7 @@ class Facts(Processes):
 
     @property
     def fp8_backend(self) -> None:
-        """Always None: there is no 8-bit training."""
+        """Always None: 8-bit training is not supported."""
         return
 
     @property

@@ -20,7 +20,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed python's ``random``, numpy and torch (all devices).
 
     Args:
-        seed: 0 to 4294967295, the same on all processes. It also decides the order of shuffling loaders.
+        seed: 0 to 4294967295, the same on all processes. It also determines the order of shuffled loaders.
         device_specific: add the rank to the seed, so that for example dropout differs between processes.
         deterministic: use only deterministic algorithms; operations without one raise an error.
     """
@@ -31,7 +31,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Copy rank 0's state of a random generator to all processes. Every process must call this.
+    """Broadcast rank 0's random generator state to all processes. Every process must call this.
 
     Args:
         rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"``.

@@ -51,9 +51,9 @@ class States:
         either the old or the complete new state exists.
 
         Args:
-            output_dir: path or address of a folder; None: ``project_dir/checkpoints/checkpoint_<n>`` with
+            output_dir: path or URL of a folder; None: ``project_dir/checkpoints/checkpoint_<n>`` with
                 ``automatic_checkpoint_naming``.
-            safe_serialization: accepted and ignored: reading a state never runs code.
+            safe_serialization: accepted and ignored, because reading a state never runs code.
             **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
                 parameters.
 
@@ -61,7 +61,7 @@ class States:
             The folder.
 
         Raises:
-            RuntimeError: the ranks are at different lines of the program.
+            RuntimeError: the ranks have reached different points of the program.
             TypeError: the state of a registered object is not plain data, or an argument is unknown.
             ValueError: no folder is given.
             OSError: writing failed; raised on every rank, and the old state is unchanged.
@@ -135,8 +135,8 @@ class States:
     ) -> None:
         """Resume from a state of :meth:`save`. Every rank must call this, after ``prepare``.
 
-        The next pass over a prepared loader begins at its saved position. On another number of ranks it begins after
-        the same number of samples, and one message says what else was derived.
+        The next pass over a prepared loader begins at its saved position. With a different number of ranks it begins
+        after the same number of samples, and one message lists what else was derived.
 
         Args:
             input_dir: the folder; None for the newest valid state of the project, or of this run.
@@ -162,7 +162,7 @@ class States:
         sharded_folder.together(strategy, "loaded", lambda: [hook(models, str(state.parent)) for hook in hooks])
         newer = strategy.broadcast(newer_of_its_run(state) if strategy.is_global_zero else None)
         restored = Restored(self.contents, checkpoint, models, newer)
-        missing = [*restored.missing, *(f"the file {name}, which is not what was saved" for name in wrong)]
+        missing = [*restored.missing, *(f"the file {name}, which differs from the saved one" for name in wrong)]
         if missing:
             _tell(str(state.parent if state.name == STATE else state), missing, strict)
         restored.apply()
@@ -197,9 +197,9 @@ class States:
         ]
         if odd:
             raise ValueError(
-                "accelerator.register_for_checkpointing: of the objects given, these lack state_dict or "
-                f"load_state_dict ({', '.join(odd)}). Give them both methods; state_dict returns plain data (numbers, "
-                "strings, tensors; dicts and lists of them)."
+                "accelerator.register_for_checkpointing: these objects lack state_dict or load_state_dict: "
+                f"{', '.join(odd)}. Give them both methods; state_dict must return plain data (numbers, strings, "
+                "tensors, and dicts and lists of them)."
             )
         known = self.contents.objects
         for one in objects:
@@ -229,8 +229,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"accelerator.load_state: {messages.unknown('argument', name, known)}")
         if name == "weights_only" and value is False:
             raise ValueError(
-                "accelerator.load_state(load_kwargs={'weights_only': False}): a state is data, and code that a file "
-                "names is never run. Leave it out."
+                "accelerator.load_state(load_kwargs={'weights_only': False}): a state is plain data, and loading it "
+                "never runs code. Leave it out."
             )
 
 
@@ -238,8 +238,8 @@ def _tell(where: str, missing: list[str], strict: bool) -> None:
     text = f"accelerator.load_state({where!r}) cannot restore everything: {'; '.join(missing)}."
     if strict:
         raise RuntimeError(
-            f"{text} Nothing was loaded. Prepare and register what was there when the state was saved, in the same "
-            "order; or leave strict=True out."
+            f"{text} Nothing was loaded. Prepare and register the same objects as when the state was saved, in the "
+            "same order; or leave strict=True out."
         )
     messages.warn(f"{text} Everything else keeps its current state. strict=True makes this an error.")
 

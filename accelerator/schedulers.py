@@ -19,8 +19,8 @@ class AcceleratedScheduler:
     was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate, with a warning.
 
     Args:
-        with_optimizer: False to advance at each call.
-        times: steps per call: 1, or the number of processes for a schedule that counts the batches of all.
+        with_optimizer: False to advance on every call.
+        times: steps per call: 1, or the number of processes for a schedule that counts the batches of all processes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AcceleratedScheduler:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance like the scheduler's own ``step`` with these arguments.
 
-        A scheduler that gets a metric advances once per call, also after a pass that ended within a window.
+        A scheduler that takes a metric advances once per call, even after a pass that ended within a window.
         """
         state, told = self._state_of_gradients, bool(args or kwargs)
         if self.step_with_optimizer:

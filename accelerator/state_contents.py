@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .trackers import Trackers
     from .windows import Windows
 
-#: Weights by the model's number among those that were prepared.
+#: Weights by the model's index, in order of preparation.
 Weights = dict[int, dict[str, Any]]
 
 
@@ -178,14 +178,14 @@ def _fingerprint(value: Any) -> Any:
 
 
 class Restored:
-    """A state that was read: compares it with the prepared objects, and restores them.
+    """Compares a loaded state with the prepared objects, and restores them.
 
     Args:
-        models: models whose weights are loaded; a hook may have loaded others.
+        models: models whose weights to load; hooks may have loaded other models themselves.
         newer: the name of a later state of the same run, if there is one.
 
     Attributes:
-        missing: descriptions of what keeps its current state, or is only in the checkpoint.
+        missing: descriptions of objects that keep their current state, or that exist only in the checkpoint.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Restored:
             if index >= len(about):
                 self.missing.append(name)
             elif not about[index]["saved"]:
-                self.missing.append(f"{name}, whose weights a hook took out when it was saved")
+                self.missing.append(f"{name}, whose weights a hook removed when the state was saved")
             else:
                 state = self.checkpoint["state_dict"] if index == 0 else others[index]
                 found.append((placement, state, about[index]["left_out"]))
@@ -252,7 +252,7 @@ class Restored:
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
         if not self.ranks:
-            self.missing.append("random states and the place in the data, since save_state did not write the file")
+            self.missing.append("random states and the position in the data, because save_state did not write the file")
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.contents.objects
@@ -264,7 +264,7 @@ class Restored:
                 )
 
     def _compare_counts(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
-        """Note objects that are only here, or only in the state."""
+        """Record objects that exist only here, or only in the state."""
         for index in range(len(saved), len(present)):
             self.missing.append(f"{what} {index} ({type(present[index]).__name__})")
         for index in range(len(present), len(saved)):
@@ -332,7 +332,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that wait for a step; if the script skips itself, when it has arrived."""
+        """Restore micro-batches that wait for a step; if the script skips batches itself, once it has done so."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -365,7 +365,7 @@ class Restored:
             seed.seed_all(seed.mixed(shared, strategy.data_rank))
         lacking = without_entry(self.ranks, strategy.world_size)
         if lacking:
-            self.derived.append(f"the random states of {lacking} (seeded from rank 0's and the rank)")
+            self.derived.append(f"the random states of {lacking} (seeded from rank 0's state and the rank)")
 
 
 def _tell_position(index: int, loaded: Loaded) -> None:
@@ -373,18 +373,18 @@ def _tell_position(index: int, loaded: Loaded) -> None:
     epoch, done = loaded.position["epoch"], loaded.position["batches"]
     if loaded.position["last"]:
         messages.info_once(
-            f"The state was saved with the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
-            f"{epoch + 1}. What the loop does between the two, such as a validation, was not done yet."
+            f"The state was saved at the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
+            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, was not done yet."
         )
     elif done:
         messages.info_once(
-            f"The next pass over loader {index} continues epoch {epoch} after batch {done}: the script has nothing to "
-            "skip."
+            f"The next pass over loader {index} continues epoch {epoch} after batch {done}, so the script does not "
+            "need to skip batches."
         )
 
 
 def _silent(load: Any) -> Any:
-    """The function without a result, so that weights known to be missing are not reported."""
+    """The function, but without a result, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

@@ -1,4 +1,4 @@
-"""The folders of an Accelerator's states: names, the newest one, how many are kept, and files of hooks."""
+"""The folders of an Accelerator's states: names, the newest one, how many to keep, and files that hooks write."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Files = dict[str, list[int]]
 
 @dataclass(eq=False)
 class Folders:
-    """The folders in which one Accelerator saves its states.
+    """The folders where one Accelerator saves its states.
 
     Attributes:
         project: where folders are created, and how many are kept.
-        line: id of the run, shared by processes that resume from each other.
+        line: id of the run, which a resumed run keeps.
         sequence: number of the last save.
-        folders: folders in which this process has saved, the newest last.
+        folders: folders where this process has saved, the newest last.
         counted: folders whose earlier saves have been counted.
     """
 
@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """The number of the next save, higher than those of all saves beside it."""
+        """The number of the next save, higher than the number of any save in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
@@ -61,18 +61,18 @@ class Folders:
         return self.sequence
 
     def saved(self, folder: Location) -> None:
-        """Note a completed save."""
+        """Record a completed save."""
         self.folders = [other for other in self.folders if other != folder] + [folder]
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """The folder of the next state, the same on every rank: the given one, or the next number."""
+        """The folder to save the next state in, the same on every rank: the given one, or the next numbered one."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
             raise ValueError(
-                "accelerator.save_state() got no folder. Pass output_dir=..., or let folders be numbered: "
+                "accelerator.save_state() got no folder. Pass output_dir=..., or use numbered folders: "
                 "Accelerator(project_config=ProjectConfiguration(project_dir='runs', "
                 "automatic_checkpoint_naming=True))."
             )
@@ -82,8 +82,8 @@ class Folders:
         folder = self.project.project_dir
         if folder is None:
             raise ValueError(
-                f"accelerator.{asked}() numbers folders (automatic_checkpoint_naming=True) below project_dir, and "
-                "there is none. Pass Accelerator(project_dir=...)."
+                f"accelerator.{asked}() uses numbered folders in project_dir (automatic_checkpoint_naming=True), but "
+                "project_dir is not set. Pass Accelerator(project_dir=...)."
             )
         return location(folder)
 
@@ -109,8 +109,8 @@ class Folders:
             folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
         if not folders and not self.folders:
             raise ValueError(
-                "accelerator.load_state() got no folder. Pass input_dir=..., or Accelerator(project_dir=...), "
-                "whose newest state it takes."
+                "accelerator.load_state() got no folder. Pass input_dir=..., or Accelerator(project_dir=...) to load "
+                "its newest state."
             )
         own = [folder / STATE for folder in self.folders if (folder / STATE).exists()]
         found = dict.fromkeys([*own, *(state for folder in folders for state in states_in(folder))])
@@ -118,21 +118,22 @@ class Folders:
         listed = ", ".join(f"{state.parent} ({why})" for state, why in passed_over.items())
         if newest is None:
             where = messages.names(map(str, folders or self.folders), "and")
-            broken = f" Passed over: {listed}." if listed else ""
+            broken = f" Skipped: {listed}." if listed else ""
             raise FileNotFoundError(
                 f"accelerator.load_state(): there is no valid state in {where}.{broken} Save one first, or pass "
                 "input_dir."
             )
         if listed:
-            messages.warn(f"accelerator.load_state() passed over {listed} and takes {newest.parent}.")
+            messages.warn(f"accelerator.load_state() skipped {listed} and loads {newest.parent}.")
         return newest
 
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete the oldest states beyond ``total_limit``, of this run and the runs that it continues.
+        """Delete the oldest states beyond ``total_limit``, including states of the runs that this run resumed.
 
-        Numbered folders are deleted completely; in others, only saved files, and the folder if it is then empty.
+        Numbered folders are deleted completely. In other folders only the saved files are deleted, and the folder if
+        that leaves it empty.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -150,7 +151,7 @@ class Folders:
 
 
 def states_in(folder: Location) -> Iterator[Location]:
-    """The states in the subfolders of a folder, without hidden ones; none if the folder does not exist."""
+    """The states in the subfolders of a folder, except hidden ones; none if the folder does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
@@ -170,15 +171,15 @@ def _next_numbered(folder: Location, config: Any) -> Location:
         taken = [_number(entry.name) for entry in folder.iterdir()]
         number = max([*taken, number]) + 1
         messages.info(
-            f"{folder / f'{_NUMBERED}{config.iteration}'} exists already, so this state is saved as number {number}. "
-            "accelerator.load_state() continues from the newest."
+            f"{folder / f'{_NUMBERED}{config.iteration}'} already exists, so this state is saved as number {number}. "
+            "accelerator.load_state() resumes from the newest."
         )
         config.iteration = number
     return folder / f"{_NUMBERED}{number}"
 
 
 def _is_taken(folder: Location) -> bool:
-    """Whether there is more than a save that was killed left behind."""
+    """Whether the folder holds more than the remains of a killed save."""
     return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
 
 
@@ -193,18 +194,18 @@ def _nothing_in(where: Location) -> str:
         return f"accelerator.load_state({str(where)!r}): there is no such folder. Pass one that save_state wrote."
     newest, _ = newest_valid(states_in(where))
     if newest is not None:
-        return f"{text}It holds several states; the newest is {str(newest.parent)!r}. Pass that."
+        return f"{text}It holds several states; the newest is {str(newest.parent)!r}. Pass that one."
     names = {entry.name for entry in where.iterdir()}
     if names & {"random_states_0.pkl", "model.safetensors", "pytorch_model.bin"}:
         return (
-            f"{text}These look like files of another tool. Take the weights, before prepare: "
+            f"{text}It seems to hold another tool's files. Load only the weights, before prepare: "
             "model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
         )
-    return f"{text}It was never finished, or is something else. Pass a folder that save_state wrote."
+    return f"{text}The save never finished, or another program wrote the folder. Pass a folder that save_state wrote."
 
 
 def newer_of_its_run(state: Location) -> str | None:
-    """The folder of a later state of the same run, beside that of a state; None if there is none."""
+    """The folder of a later state of the same run, next to the state's own folder; None if there is none."""
     own = _known(state)
     if own is None:
         return None
@@ -231,15 +232,16 @@ def _delete(state: Location) -> None:
 
 
 def files_of(state: Location) -> Files:
-    """The files that hooks wrote beside a state."""
+    """The files that hooks wrote next to a state."""
     return section_of(state).get("accelerator", {}).get("files", {})
 
 
 class HookFiles:
     """Makes the files of hooks appear together with a state, or not at all.
 
-    Hooks write to a hidden folder inside that of the state. Just before the state is renamed into place, their files
-    are moved, and the old ones are kept in the hidden folder until the state is complete; see :func:`settle_files`.
+    Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, their files
+    are moved out. The files that they replace stay in the hidden folder until the state is complete; see
+    :func:`settle_files`.
 
     Args:
         folder: the folder of the state.
@@ -328,7 +330,7 @@ def _delete_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def settle_files(state: Location, files: Files) -> list[str]:
-    """Restore the files of a state, on rank 0, if a later save was killed before it was complete.
+    """On rank 0, restore a state's files if a later save was killed before it was complete.
 
     Returns:
         The files that differ from the saved ones and cannot be restored.

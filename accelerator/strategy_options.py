@@ -29,11 +29,11 @@ _NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf1
 
 @dataclass(frozen=True)
 class Choice:
-    """The arguments of an Accelerator that decide its Strategy; ``settings`` replace those that are None.
+    """The arguments of an Accelerator that determine its Strategy; ``settings`` fill in None values.
 
     Attributes:
         deepspeed_plugin: a plugin, or a dict with one.
-        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` include arguments in code.
+        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include arguments in code.
     """
 
     handlers: Handlers = field(default_factory=Handlers)
@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """A copy with the plugins that settings ask for (``use_fsdp``, ...), and unset fields from the settings."""
+        """A copy with the plugins that the settings request (``use_fsdp``, ...) and unset fields from the settings."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -101,7 +101,7 @@ def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], swi
         return kind().filled(settings) if settings.get(switch) else None
     if not isinstance(plugin, kind):
         hint = f" Did you mean {plugin.__name__}()?" if isinstance(plugin, type) else ""
-        raise TypeError(f"Accelerator({name}={plugin!r}) is {messages.a(plugin)}.{hint} Pass a {kind.__name__}.")
+        raise TypeError(f"Accelerator: {name}={plugin!r} is {messages.a(plugin)}.{hint} Pass a {kind.__name__}.")
     return plugin.filled(settings)
 
 
@@ -120,7 +120,7 @@ def _say_unused(present: int) -> None:
         messages.info_once(
             f"This process uses 1 of the {present} GPUs that it sees. To use all of them: "
             f"paceline launch --num_processes {present} {script} (or torchrun --nproc-per-node {present} {script}); to "
-            "leave it at one, set CUDA_VISIBLE_DEVICES=0."
+            "keep using one, set CUDA_VISIBLE_DEVICES=0."
         )
 
 
@@ -158,7 +158,7 @@ def precision_of(choice: Choice, kind: str) -> Precision:
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """DeepSpeed's own 16-bit mode if its configuration enables one, which ``word`` must not contradict."""
+    """DeepSpeed's own 16-bit mode, or None if its configuration enables none; ``word`` must not contradict it."""
     config = plugin.deepspeed_config
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:
@@ -166,6 +166,6 @@ def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
     if word not in (None, found):
         raise ValueError(
             f"The DeepSpeed configuration says {found}.enabled=true, but mixed_precision is {word!r}. Leave "
-            f"mixed_precision out, or {found!r} out of the configuration."
+            f"mixed_precision out, or remove {found!r} from the configuration."
         )
     return "bf16-true" if found == "bf16" else "16-true"

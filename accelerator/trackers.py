@@ -68,7 +68,7 @@ class GeneralTracker:
         """Record the settings of the run by name."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record the values of one step: numbers, texts, or other values that the tracker supports.
+        """Record the values of one step: numbers, strings, or other values that the tracker supports.
 
         Args:
             values: values by name.
@@ -77,7 +77,7 @@ class GeneralTracker:
         """
 
     def finish(self) -> None:
-        """Called by ``end_training``; nothing may be lost afterwards."""
+        """Called by ``end_training``: write everything that is still buffered."""
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record several images under each name."""
@@ -221,7 +221,7 @@ class TensorBoardTracker(LoggerTracker):
 class WandBTracker(LoggerTracker):
     """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
 
-    The run, also ``wandb.run``, exists after ``init_trackers``.
+    The run (also available as ``wandb.run``) exists after ``init_trackers``.
     """
 
     name = "wandb"
@@ -283,10 +283,10 @@ _classes: dict[str, type[GeneralTracker]] = {
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Register a tracker class for ``log_with`` by its ``name``; replaces one of the same name with a warning.
+    """Register a tracker class for ``log_with`` by its ``name``; warns if it replaces a class of the same name.
 
     Raises:
-        ValueError: this is not a :class:`GeneralTracker` class, or lacks ``name`` or ``requires_logging_directory``.
+        ValueError: it is not a :class:`GeneralTracker` class, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not _is_tracker_class(tracker_class):
         raise ValueError(
@@ -297,12 +297,12 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
             f"register_tracker_class({tracker_class.__name__}): the class needs name = '...' and "
-            "requires_logging_directory = True or False, which are read before an object is made."
+            "requires_logging_directory = True or False, which are read before an object is created."
         )
     if _classes.get(name, tracker_class) is not tracker_class:
         messages.warn(
-            f"The tracker {name!r} was {_classes[name].__name__} and is {tracker_class.__name__} from now on. Give "
-            "the class another name to keep both."
+            f"The tracker {name!r} was {_classes[name].__name__} and is now {tracker_class.__name__}. Give the class "
+            "another name to keep both."
         )
     _classes[name] = tracker_class
 
@@ -387,7 +387,7 @@ def _is_tracker_class(value: Any) -> bool:
 class Trackers(list[GeneralTracker]):
     """The trackers of an Accelerator, empty until ``init_trackers``.
 
-    No method communicates with other processes, so all may be called on the main process only. Other processes have
+    No method communicates with other processes, so each may be called on the main process alone. Other processes have
     the same list, but only trackers with ``main_process_only = False`` do anything.
 
     Args:
@@ -458,7 +458,7 @@ class Trackers(list[GeneralTracker]):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of a name, or with ``unwrap`` the object behind it.
+        """The tracker with a given name, or with ``unwrap`` the object behind it.
 
         On processes without this tracker, the result accepts every call and does nothing.
 
@@ -493,19 +493,19 @@ class Trackers(list[GeneralTracker]):
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
         """Continue the runs of a checkpoint; values recorded after the checkpoint are dropped and recorded again.
 
-        Before ``init_trackers`` is called, the states wait for it. A tracker that has already recorded something in
-        this process is not changed.
+        If ``init_trackers`` was not called yet, the states are kept until it is. A tracker that has already recorded
+        something in this process is not changed.
 
         Args:
             states: result of :meth:`state_dict`.
-            newer: a later checkpoint of that run, if there is one; then the following values belong to a new run.
+            newer: a later checkpoint of that run, if there is one; logging then continues as a new run.
         """
         if not messages.is_rank_zero():
             return
         if newer is not None:
             messages.info(
-                f"The state that was loaded is not the newest of its run ({newer} is newer), so what follows is logged "
-                "as a new run and the logs of the other one stay whole."
+                f"The loaded state is not the latest of its run ({newer} is newer), so logging continues as a new run "
+                "and the original run's logs stay intact."
             )
             return
         if not self._started:
@@ -527,7 +527,7 @@ class Trackers(list[GeneralTracker]):
 
     def _why_not(self, call: str) -> str:
         if self._ended:
-            return f"{call} after end_training, which has closed all trackers. Call init_trackers for another run."
+            return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
                 f"{call} has no effect: this Accelerator has no tracker. Set Accelerator(log_with='tensorboard', "
@@ -547,7 +547,7 @@ def _name(one: Any) -> str:
 
 
 def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Create the tracker of a name, class or object, or a placeholder if this process needs none."""
+    """Create a tracker from a name, class or object, or a placeholder if this process needs none."""
     kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))

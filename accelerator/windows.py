@@ -34,7 +34,7 @@ class Windows:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with windows by model number, since ids mean nothing in a copy."""
+        """The state, with windows keyed by model index because ids mean nothing in a copy."""
         index = {id(model): number for number, model in enumerate(self.prepared.models)}
         known = self.state.windows.items()
         return vars(self) | {
@@ -48,7 +48,7 @@ class Windows:
             self.state.windows[tuple(id(models[one]) for one in key)] = window
 
     def open(self, models: Sequence[Any]) -> Window:
-        """The window of some prepared models, or of all if none is given."""
+        """The window of the given prepared models, or of all models if none are given."""
         key = tuple(map(id, models))
         window = self.state.windows.get(key)
         if window is None:
@@ -68,10 +68,10 @@ class Windows:
     # ---- gather ------------------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, Any]:
-        """The windows of this rank, for a checkpoint.
+        """This rank's windows, for a checkpoint.
 
-        ``windows`` holds their models, positions, and which one is current; ``gradients`` holds gradients that wait for
-        a step by model, None if the strategy cannot save them.
+        ``windows`` lists each window's models and position, and which window is current. ``gradients`` maps each model
+        to its gradients that wait for a step, or to None if the strategy cannot save them.
         """
         state = self.state
         places = {id(model): index for index, model in enumerate(self.prepared.models)}
@@ -98,9 +98,9 @@ class Windows:
         if models:
             listed = messages.names([type(self.prepared.models[index]).__name__ for index in models], "and")
             messages.warn_once(
-                f"{type(self.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
-                f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of "
-                "the incomplete window. Call save_state where accelerator.sync_gradients is True."
+                f"{type(self.strategy).__name__} cannot save gradients that wait for an optimizer step, so this state "
+                f"does not contain the gradients of {listed}. A loop that resumes from it loses the micro-batches of "
+                "the incomplete window. Call save_state when accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
@@ -108,7 +108,8 @@ class Windows:
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
         """Restore windows from results of :meth:`gather`. Every rank must call this.
 
-        ``own`` is this rank's result, None if the saved run had another number of ranks; ``ranks`` are all results.
+        ``own`` is this rank's result, or None if the saved run had a different number of ranks; ``ranks`` holds the
+        results of all saved ranks.
 
         Returns:
             Descriptions of what was derived rather than restored.
@@ -162,7 +163,7 @@ class Windows:
         return lost
 
     def _window(self, entry: Mapping[str, Any]) -> Window | None:
-        """The window of the same models; None if some of them are missing here."""
+        """The window of the entry's models; None if some of them are missing here."""
         models = entry["models"]
         if models is None:
             window = self.state.window
@@ -210,7 +211,7 @@ def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float)
 
 
 def _whole(value: Any) -> Tensor | None:
-    """The whole gradient that a rank has accumulated; None if it holds only a part."""
+    """The full gradient that a rank has accumulated; None if the rank holds only a shard."""
     if isinstance(value, dict):
         return value["whole"] if value["part"] is None else None
     return value

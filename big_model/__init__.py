@@ -1,1 +1,1 @@
-"""Big models: device maps, offloaded weights, and loading weight files that other tools wrote."""
+"""Big models: device maps, offloaded weights, and loading other tools' weight files."""

@@ -1,8 +1,8 @@
 """Deferred weights: weights loaded into parameters on the meta device before a strategy shards the module.
 
-If a strategy shards a module, ``configure_model`` runs before that. A parameter on the meta device then stores a note
-of the file that has its values; names and shapes are checked at once. After the module has been sharded, each process
-reads its shards, so no process ever holds all weights.
+If a strategy shards a module, ``configure_model`` runs before that. A parameter on the meta device then only stores a
+note of the file that has its values; names and shapes are checked immediately. After the module has been sharded, each
+process reads its shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .empty_init import put
 from .weight_files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
-#: Attribute of a model with the names of its deferred parameters.
+#: The model's attribute that holds the names of its deferred parameters.
 _NAMES = "_paceline_noted"
 _noting: ContextVar[bool] = ContextVar("noting", default=False)
 
@@ -34,8 +34,8 @@ class Note(NamedTuple):
     Attributes:
         file: the weight file.
         name: the name of the tensor in the file.
-        dtype: dtype to which floating-point values are converted when they are read, before they are converted to the
-            parameter's dtype at that time; None converts them to the latter directly.
+        dtype: floating-point values are converted to this dtype when they are read, and then to the dtype that the
+            parameter has at that time; None converts them directly to the parameter's dtype.
     """
 
     file: Path
@@ -82,9 +82,9 @@ def is_to_be_noted(own: Tensor) -> bool:
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Store a note of where the values of a parameter on the meta device are.
+    """Attach a note to a parameter on the meta device that says where its values are.
 
-    ``names`` are the names of the parameter in the model; it stays the same object and gets this dtype.
+    ``names`` are the parameter's names in the model. The parameter stays the same object and gets this dtype.
     """
     own.data = own.data.to(dtype)
     _attach(own, note)
@@ -92,10 +92,10 @@ def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtyp
 
 
 def _attach(own: Tensor, note: Note) -> None:
-    """Store a note at a parameter, and let copies of the parameter keep the note.
+    """Attach a note to a parameter so that copies of the parameter keep the note.
 
     The parameter must stay the same object, because tied layers, optimizers and the user may hold it. So its class is
-    changed in place. ``torch.utils.swap_tensors`` does the same, but refuses parameters that have weak references.
+    changed in place. ``torch.utils.swap_tensors`` does the same, but rejects parameters that have weak references.
     """
     vars(own)[_NOTE] = (note, change_count(own))
     if type(own) is nn.Parameter:
@@ -106,7 +106,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
     """The notes of a module's parameters, by name.
 
     Raises:
-        RuntimeError: a parameter was changed after it was loaded, and that change would be lost.
+        RuntimeError: a parameter was changed after it was loaded, so that change would be lost.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         note, version = vars(parameter).get(_NOTE, (None, 0))
@@ -118,7 +118,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
 
 
 def _check_replaced(module: nn.Module) -> None:
-    """Raise if a loaded parameter has been replaced by another one on the meta device (by resizing it, for example)."""
+    """Raise if a loaded parameter was replaced by another one on the meta device (by resizing, for example)."""
     for place, part in module.named_modules():
         names = vars(part).pop(_NAMES, ())
         own = dict(part.named_parameters(remove_duplicate=False)) if names else {}
@@ -130,8 +130,8 @@ def _check_replaced(module: nn.Module) -> None:
 def _lost(name: str, what: str) -> str:
     return (
         f"{name} was loaded from a file and then {what}, but it has no memory yet: under a strategy that shards, the "
-        "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model; "
-        "or build the model without init_empty_weights, so that each process holds all of it for a moment."
+        "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model, "
+        "or build the model without init_empty_weights, so that each process temporarily holds the whole model."
     )
 
 
@@ -142,9 +142,9 @@ class Waiting:
         module: the module as it was built, before it is sharded; None if no values are missing.
 
     Attributes:
-        notes: notes of the parameters whose values are in files, by name.
+        notes: notes for parameters whose values are in files, by name.
         unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
-            checkpoint may do so.
+            checkpoint may still set them.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -162,7 +162,7 @@ class Waiting:
         return "\n".join(f"{name}: {note.name} of {note.file.name}" for name, note in self.notes.items())
 
     def take_memory(self, module: nn.Module, device: torch.device) -> None:
-        """Allocate memory, without values, for the deferred parameters; if sharded, for this process's shards only."""
+        """Allocate memory without values for the deferred parameters; if sharded, only for this process's shards."""
         tied: dict[int, list[str]] = {}
         own = dict(module.named_parameters(remove_duplicate=False))
         for name in self.notes:
@@ -180,7 +180,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters (if sharded, this process's shards) from their files, one after the other."""
+        """Read the deferred parameters (if sharded, this process's shards) from their files, one by one."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():
@@ -192,12 +192,12 @@ class Waiting:
         self.notes = {}
 
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-        """Raise on every process if a tensor has no values on one of them.
+        """Raise on every process if a tensor has no values on any process.
 
         ``gather`` returns the values that all processes pass to it.
 
         Raises:
-            RuntimeError: tensors without values; the message names them.
+            RuntimeError: some tensors have no values; the message names them.
         """
         from .materialize import has_sentinel
 
@@ -209,10 +209,10 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name in found]
         if self.unfilled:
             raise RuntimeError(
-                f"{type(module).__name__} was made on the meta device, and nothing gives "
+                f"{type(module).__name__} was created on the meta device, and nothing gives "
                 f"{messages.names(self.unfilled[:10], 'and')} a value: the layer has no reset_parameters() that sets "
-                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
-                "(load_checkpoint_in_model), write one of those methods, or make that layer outside of "
+                "it, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
+                "(load_checkpoint_in_model), define one of those methods, or create that layer outside of "
                 "torch.device('meta')."
             )
 
@@ -236,5 +236,5 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
 def _changed(file: Path, what: str) -> ValueError:
     return ValueError(
         f"The weights in {str(file)!r} have changed since the model was built: {what}. Do not change the file while a "
-        "run starts."
+        "run is starting."
     )

@@ -1,4 +1,4 @@
-"""Device maps: the device of each part of a model, by the name of a module or tensor."""
+"""Device maps: the device for each part of a model, by the name of a module or tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DeviceMap = dict[str, Device]
 
 
 def is_offloaded(device: Any, main_device: Any) -> bool:
-    """Whether weights on ``device`` are fetched to the main device to run."""
+    """Whether weights on ``device`` must be fetched to the main device to be used."""
     return device == "disk" or (_is_host(device) and not _is_host(main_device))
 
 
@@ -27,12 +27,12 @@ def _is_host(device: Any) -> bool:
 
 
 def main_device_of(device_map: Mapping[str, Any]) -> Any:
-    """The device on which offloaded parts run: the first accelerator of the map, else the CPU."""
+    """The device on which offloaded parts run: the first accelerator in the map, else the CPU."""
     return next((device for device in device_map.values() if not (device == "disk" or _is_host(device))), "cpu")
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """A map's device for a module or tensor: its own entry, or that of the nearest module around it, or None."""
+    """A map's device for a module or tensor: its own entry, else the nearest enclosing module's entry, else None."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -56,7 +56,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     missing = [name for name in tensors if device_of(name, device_map) is None]
     if missing:
         raise ValueError(
-            f"device_map says nothing about {len(missing)} of the {len(tensors)} tensors of {type(model).__name__}: "
+            f"device_map does not cover {len(missing)} of the {len(tensors)} tensors in {type(model).__name__}: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add their module, or '' for all others."
         )
     for name, device in device_map.items():
@@ -65,9 +65,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def torch_device(device: Any, what: str) -> torch.device:
-    """The device that an entry of a map stands for.
+    """Convert a map's entry to a device.
 
-    ``what`` is the name of the entry in errors.
+    ``what`` is the entry's name in errors.
 
     Raises:
         ValueError: this process sees no such device.
@@ -84,7 +84,7 @@ def torch_device(device: Any, what: str) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
     if found.type != "meta" and (found.index or 0) >= count:
-        seen = f"{count} of that kind" if count else "none"
+        seen = f"{count} of this kind" if count else "none"
         raise ValueError(
             f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or make more devices "
             "visible."
@@ -93,7 +93,7 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Replaces the method by which a dispatched module is moved or converted (``to``, ``half``, also of a parent)."""
+    """Replaces the method that moves or converts a dispatched module (through ``to`` or ``half``, even on a parent)."""
 
     def __init__(self, name: str, where: str) -> None:
         self.name = name
@@ -101,19 +101,19 @@ class Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"This would move or convert {self.name}, which was spread over {self.where}, and so undo the device map. "
+            f"This would move or convert {self.name}, which was dispatched to {self.where}, and undo the device map. "
             "Load it again with another device_map, max_memory or dtype, or first call "
             "remove_hook_from_submodules(model), from paceline.big_model.hooks."
         )
 
 
 def spread_in(module: nn.Module) -> nn.Module | None:
-    """The first submodule that was spread by a device map; None if there is none."""
+    """The first submodule that a device map dispatched; None if there is none."""
     return next((part for part in module.modules() if isinstance(vars(part).get(APPLY), Refusal)), None)
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """The shortest equivalent map: a module replaces its parts if they are all on the same device."""
+    """The shortest equivalent map: a module's name replaces its parts' names if they are all on the same device."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

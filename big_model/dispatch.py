@@ -1,4 +1,4 @@
-"""Spread a model over accelerators, host memory and disk, and run it as if it were on one device."""
+"""Distribute a model over accelerators, host memory and disk, and run it as if it were on one device."""
 
 from __future__ import annotations
 
@@ -49,24 +49,23 @@ def dispatch_model(
     """Move each part of a model to its device in a map, and make the model run from there. Returns the same object.
 
     A part in host memory or on disk is copied to the main device when it runs, and freed afterwards; the next part is
-    fetched meanwhile. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
-    copy. Outputs are bit-identical to those of the model on one device, as long as modules call each other. A module
-    that reads the weight of another one directly gets its stored values; on the CPU this may change the last bits of a
+    prefetched meanwhile. If the CPU is the main device, weights on disk are used directly from the mapped file, without
+    a copy. Outputs are bit-identical to running the model on one device, as long as modules call each other. A module
+    that reads another module's weight directly gets the stored values. On the CPU this may change the last bits of a
     product unless the file is aligned to 64 bytes, as Paceline's own files are. Only one thread at a time may run the
     model, and the files must not change while it is in use. To train a model that does not fit, use
     ``strategy="fsdp"``.
 
     Args:
         model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has them.
-        device_map: device (a number, ``"cpu"``, ``"disk"``) by name of module or tensor; ``""`` stands for all others.
-        main_device: device on which offloaded parts run; None for the first accelerator of the map, else the CPU.
+        device_map: device (a number, ``"cpu"``, ``"disk"``) by name of module or tensor; ``""`` means all others.
+        main_device: device on which offloaded parts run; None for the first accelerator in the map, else the CPU.
         state_dict: values of offloaded parts, if they are not in the model.
-        offload_dir: folder for the values of ``"disk"`` that are not yet in a safetensors file, or there in another
-            dtype.
-        offload_index: index of that folder (or of safetensors files), if it was written before.
+        offload_dir: folder for values with device ``"disk"`` that no safetensors file contains in the right dtype.
+        offload_index: index of that folder (or of safetensors files), if it exists already.
         offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: classes, or their names, whose instances are fetched as a whole. None for the model's
+        preload_module_classes: classes, or their names, whose instances are fetched as a unit. None for the model's
             blocks.
         force_hooks: whether to attach hooks even if everything is on one device.
 
@@ -101,8 +100,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model's weights in host memory and copy each part to a device while it runs.
 
-    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
-    the CPU. Other arguments are as for :func:`dispatch_model`.
+    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, else the CPU. The
+    other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
@@ -118,8 +117,8 @@ def disk_offload(
 ) -> nn.Module:
     """Write a model's weights to a folder and copy each part to a device while it runs.
 
-    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
-    the CPU. Other arguments are as for :func:`dispatch_model`.
+    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, else the CPU. The
+    other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
@@ -129,12 +128,12 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in host memory until it runs; it stays on the device until the next model needs it.
+    """Keep a whole model in host memory until it runs; it stays on the device until the next model needs the space.
 
     Args:
         model: the model.
         execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        prev_module_hook: hook of the previous model in a pipeline, which is moved back when this one runs.
+        prev_module_hook: hook of the previous model in a pipeline; that model is moved back when this one runs.
 
     Returns:
         The model, and its hook with ``offload()`` and ``remove()``.
@@ -152,15 +151,15 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of each layer in a smaller dtype than the one it computes in.
+    """Store each layer's weights in a smaller dtype than it computes in.
 
     Args:
         module: the model.
         storage_dtype: dtype between forward passes, such as ``torch.float8_e4m3fn``.
         compute_dtype: dtype during forward passes.
-        skip_modules_pattern: regular expressions for names of modules that keep their dtype, with their submodules.
-        skip_modules_classes: classes of modules that keep their dtype, with their submodules.
-        non_blocking: whether the host does not wait for copies.
+        skip_modules_pattern: regular expressions for names of modules that keep their dtype, including submodules.
+        skip_modules_classes: classes of modules that keep their dtype, including submodules.
+        non_blocking: if True, the host does not wait for copies.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     left_out: tuple[str, ...] = ()
@@ -185,7 +184,7 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device; a tied tensor to the device of its first name. Values in files stay there."""
+    """Move each tensor to its device, and a tied tensor to its first name's device. Values in files stay there."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -213,9 +212,9 @@ def _place(
 def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
     value, dtype, in_file = found
     if folder is None:
-        why = f", while its file has {value.dtype}" if in_file else ""
+        why = f", but its file has {value.dtype}" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
+            f"device_map puts {name!r} on disk as {dtype}{why}, and there is no folder to write it to. Pass "
             "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), a folder with "
             "enough space for the weights."
         )
@@ -233,8 +232,8 @@ def check_filled(model: nn.Module) -> None:
     if empty:
         raise RuntimeError(
             f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them; buffers that are computed need real "
-            "memory (init_empty_weights(include_buffers=False))."
+            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model "
+            "computes need real memory (init_empty_weights(include_buffers=False))."
         )
 
 
@@ -251,7 +250,7 @@ def _attach(
 ) -> None:
     fetcher = Fetcher()
     kept = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
-    homes: dict[int, Any] = {}  # a tied tensor is on the device of its first name
+    homes: dict[int, Any] = {}  # a tied tensor is on its first name's device
     for name, tensor in named_tensors(model):
         homes.setdefault(id(tensor), device_of(name, device_map))
     owned: dict[str, dict[int, Tensor]] = {}
@@ -276,7 +275,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """The parts that are fetched as a whole, by name: blocks and the like, or their parts if the map splits them."""
+    """The parts that are fetched as a unit, by name: blocks and the like, or their parts if the map splits them."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -297,7 +296,7 @@ def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) ->
 
 
 def _remove_dispatch(model: nn.Module) -> None:
-    """Remove the hooks of an earlier dispatch. Values stay where they are, and so do other hooks."""
+    """Remove the hooks of an earlier dispatch. Values and other hooks do not change."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
@@ -312,7 +311,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """The modules that move inputs to an accelerator, the model first; empty if everything runs on the CPU."""
+    """The modules that move their inputs to a device, model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }
@@ -326,7 +325,7 @@ def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """The module of that name, or the modules called inside it if it is only a container; empty for a tensor."""
+    """The module with that name, or the modules called inside it if it is only a container; empty for a tensor."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -337,7 +336,7 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _runner(model: nn.Module, name: str) -> str:
-    """The nearest module at or around a name that is called; containers and tensors are not called."""
+    """The nearest module at or around a name that can be called: containers and tensors cannot."""
     while name:
         try:
             if type(model.get_submodule(name)).forward is not _NO_FORWARD:

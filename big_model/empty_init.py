@@ -1,4 +1,4 @@
-"""Make models with shapes but without values."""
+"""Create models that have shapes but no values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context in which modules are made on the meta device: parameters have shapes, but use no memory and no time.
+    """Context that creates modules on the meta device: parameters have shapes, but take no memory and no time.
 
     Args:
-        include_buffers: whether buffers are on the meta device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS, by
-            default False: buffers may be computed, and then no file has them.
+        include_buffers: whether buffers are on the meta device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS. The
+            default is False, because buffers may be computed, and then no file contains them.
 
     Example:
         >>> with init_empty_weights():
@@ -34,7 +34,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
-    """Context in which modules are made with their parameters on a device.
+    """Context that creates modules with their parameters on a device.
 
     ``include_buffers`` is as for :func:`init_empty_weights`.
     """
@@ -45,7 +45,7 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
             yield
         return
     register = nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # so that a parameter of several modules stays a single object
+    made = WeakIdKeyDictionary()  # so that a parameter in several modules stays a single object
 
     def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -63,14 +63,14 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
 
 
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter with other values that is otherwise the same."""
+    """A copy of a parameter with new values; everything else stays the same."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
 def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
-    """Set a tensor as a module's parameter (or buffer) under these names."""
+    """Set a tensor as a model's parameter (or buffer) under these names."""
     for name in names:
         place, _, last = name.rpartition(".")
         part = model.get_submodule(place)
@@ -79,7 +79,7 @@ def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
 
 
 def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) -> None:
-    """Set the values of a module's tensor. One on the meta device is replaced by another object under all its names."""
+    """Set a tensor's values. A tensor on the meta device is replaced by a new object under all its names."""
     if old.is_meta:
         put(model, names, like(old, values) if isinstance(old, nn.Parameter) else values)
     else:
@@ -87,7 +87,7 @@ def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) ->
 
 
 class no_initial_values(TorchFunctionMode):  # noqa: N801 - a context
-    """Context in which the functions of ``torch.nn.init`` that draw values leave tensors as they are."""
+    """Context in which the functions of ``torch.nn.init`` leave tensors unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

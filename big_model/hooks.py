@@ -1,7 +1,7 @@
-"""Hooks before and after a module's forward, which move inputs and fetch weights.
+"""Hooks that run before and after a module's forward, to move inputs and fetch weights.
 
-The names and attributes are those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), which libraries
-around transformers and diffusers use.
+The names and attributes match Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), because libraries
+around transformers and diffusers use them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks that run one after the other.
-
-    They run in the given order, also after the forward.
-    """
+    """Several hooks that run one after another, in the given order both before and after the forward."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -96,7 +93,7 @@ class SequentialHook(ModelHook):
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module's forward, on the instance.
 
-    Returns the module. With ``append`` it runs after the module's existing hook instead of replacing that.
+    Returns the module. With ``append`` the hook runs after the module's existing hook instead of replacing it.
     """
     before = vars(module).get("_hf_hook")
     if before is not None and not append:
@@ -125,14 +122,14 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's hook and restore its own forward.
 
-    Returns the module. With ``recurse`` the hooks of its submodules are removed too.
+    Returns the module. With ``recurse`` its submodules' hooks are removed too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
         old = vars(module).pop("_old_forward")
         vars(module).pop("forward", None)
-        if getattr(old, "__func__", None) is not type(module).forward:  # the user had replaced it before
+        if getattr(old, "__func__", None) is not type(module).forward:  # the user had already replaced it
             vars(module)["forward"] = old
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse)
@@ -151,16 +148,16 @@ class AlignDevicesHook(ModelHook):
     """Moves inputs, and with ``offload`` also weights, to the device on which a module runs.
 
     Args:
-        execution_device: device on which it runs; None for its current device.
-        offload: whether its weights are offloaded, to ``weights_map`` or to host memory.
+        execution_device: device on which the module runs; None for its current device.
+        offload: whether the module's weights are offloaded, to ``weights_map`` or to host memory.
         io_same_device: whether outputs are moved back to the device of the inputs.
         weights_map: values by name, in host memory or mapped from a file.
         offload_buffers: whether buffers are offloaded too.
-        place_submodules: whether to include all its submodules instead of only its own tensors.
+        place_submodules: whether to include all submodules instead of only the module's own tensors.
         skip_keys: keyword arguments that are not moved.
         tied_params_map: accepted and ignored: tied parameters are one object and move together.
-        part: the tensors that are fetched with it, if they are already known.
-        fetcher: the fetcher of the whole model, which is started and stopped with the module's forward.
+        part: the tensors that are fetched with the module, if they are already known.
+        fetcher: the whole model's fetcher; it starts and stops with the module's forward.
     """
 
     def __init__(
@@ -245,18 +242,18 @@ class AlignDevicesHook(ModelHook):
             self.fetcher.stop()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Leave the weights where they are stored, in a form that can be used from there."""
+        """Leave the weights where they are stored, in a form that can be used there."""
         if self.part is not None:
             self.part.release()
         return module
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model in host memory until it runs; then it stays on the device until another model runs.
+    """Keeps a whole model in host memory until it runs; then the model stays on the device until another one runs.
 
     Args:
-        execution_device: device on which it runs; None for the accelerator of this machine.
-        prev_module_hook: hook of the model that is moved back to host memory when this one runs.
+        execution_device: device on which it runs; None for this machine's accelerator.
+        prev_module_hook: hook of the model to move back to host memory when this one runs.
     """
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
@@ -294,7 +291,7 @@ class UserCpuOffloadHook:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a layer's weights in one dtype and computes in another.
+    """Stores a layer's weights in one dtype and computes in another one.
 
     With ``non_blocking`` the host does not wait for copies.
     """
@@ -327,7 +324,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def default_device() -> torch.device:
-    """The first accelerator of this machine, else the CPU."""
+    """This machine's first accelerator, else the CPU."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
 

@@ -1,4 +1,4 @@
-"""Make a device map from the sizes of a model's parts and the limits of the devices, with a reason for each entry."""
+"""Make a device map from the sizes of a model's parts and the devices' limits, with a reason for each entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 WORDS: tuple[Spread, ...] = get_args(Spread)
 #: Modules that read the weights of their submodules without calling them.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-#: Fraction of a device's free memory for weights if no limit is given; the rest is for activations.
+#: Fraction of a device's free memory to use for weights if no limit is given; the rest is for activations.
 _FOR_WEIGHTS = 0.9
 
 
@@ -30,9 +30,9 @@ class Row(NamedTuple):
 
     Attributes:
         module: name of a module or tensor; ``""`` for the whole model.
-        kind: its class.
-        device: its device.
-        bytes: bytes that it uses there; 0 for a tied tensor that is already there.
+        kind: the part's class.
+        device: the part's device.
+        bytes: bytes that the part uses there; 0 for a tied tensor that is already there.
         why: the reason for this device.
     """
 
@@ -52,8 +52,8 @@ class DevicePlan:
         rows: the parts in order, before neighbors on the same device are joined.
         limits: bytes of weights that each device may hold; infinite for the disk.
         main_device: device on which offloaded parts run.
-        reserved: bytes kept free there for the part that is fetched while the previous one runs.
-        buffers: bytes of buffers there that belong to offloaded parts.
+        reserved: bytes kept free on the main device for the part that is fetched while the previous one runs.
+        buffers: bytes on the main device for the buffers of offloaded parts.
         used: bytes used on each device.
     """
 
@@ -101,25 +101,26 @@ def plan_device_map(
     """Choose the device of each part of a model, and print the plan as a table; nothing is moved.
 
     Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if that is allowed.
-    The parts after it go to the same device or a later one, so that data passes each device once. If the model does not
-    fit on the main device, space is kept free there for the largest part that is fetched.
+    Later parts go to the same device or a later one, so that data passes through each device once. If the model does
+    not fit on the main device, space is kept free there for the largest part that is fetched.
 
     Args:
         model: the model; it may be on the meta device.
         device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly over the accelerators; ``"balanced_low_0"``
-            leaves space on the first; ``"sequential"`` fills one after the other.
-        max_memory: bytes, or text such as ``"20GiB"``, that weights may use on each device, by number, ``"cpu"`` or
-            ``"disk"``; devices without an entry are not used, except the disk. None for nine tenths of the free memory.
+            leaves space on the first one; ``"sequential"`` fills one after another.
+        max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, by number, ``"cpu"``
+            or ``"disk"``. Devices without an entry are not used, except the disk. None for nine tenths of free memory.
         no_split_module_classes: one or several classes, or their names, whose instances are not split. None for the
-            classes that the model names (``_no_split_modules``), else for the blocks that repeat in its containers.
+            classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
         dtype: dtype that floating-point weights will have; None for their dtype in the model.
         special_dtypes: the same for single tensors, by name.
         offload_buffers: whether the buffers of offloaded parts are offloaded too; if not, they stay on the main device.
-        fallback_allocation: whether later parts may go to an earlier device where they fit, out of order.
+        fallback_allocation: whether later parts may go out of order to an earlier device where they fit.
         verbose: whether to print the table.
 
     Raises:
-        ValueError: a word, limit or class is unknown, or a limit is too small for what must run there.
+        ValueError: a word, limit or class is unknown, or a device's limit is too small for the parts that must run on
+            it.
     """
     if device_map not in WORDS:
         more = f", or a dict of module names to devices, such as {{'': {device_map!r}}} for all"
@@ -147,7 +148,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """The map of :func:`plan_device_map` with ``"sequential"``.
+    """The map that :func:`plan_device_map` makes with ``"sequential"``.
 
     With ``clean_result``, neighbors on the same device are joined under the name of the module that contains them.
     """
@@ -160,7 +161,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     """Bytes of weights that each device may hold, accelerators first, then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: limits by device; None for nine tenths of the free memory on each. Sizes given as text become
+        max_memory: limits by device; None for nine tenths of the free memory on each. Sizes given as strings become
             numbers in this dict too, because libraries compare the limits in their own dict with the result.
 
     Raises:
@@ -195,15 +196,15 @@ def get_balanced_memory(
 ) -> dict[Device, float]:
     """Limits that spread a model evenly over the accelerators.
 
-    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator gets only what does not fit on the
-    others. Other arguments are as for :func:`plan_device_map`.
+    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator only gets parts that do not fit on the
+    others. The other arguments are as for :func:`plan_device_map`.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """The parts that are moved as a whole, by name: blocks, layers outside of blocks, and tensors outside of layers."""
+    """The parts that are moved as a unit, by name: blocks, layers outside of blocks, and tensors outside of layers."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 
@@ -211,7 +212,7 @@ def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> lis
 
 
 class _Item(NamedTuple):
-    """A part that still needs a device: a module with everything in it, or a single tensor of a module."""
+    """A part that still needs a device: a module with everything in it, or a single tensor in a module."""
 
     name: str
     module: nn.Module | Tensor
@@ -220,7 +221,7 @@ class _Item(NamedTuple):
         return sizes.within(self.module) if isinstance(self.module, nn.Module) else {id(self.module)}
 
     def parts(self, atoms: set[int]) -> list[_Item]:
-        """The parts it can be split into; empty if it is not split."""
+        """The parts that it can be split into; empty if it must not be split."""
         if not isinstance(self.module, nn.Module) or id(self.module) in atoms:
             return []
         children = [_Item(self._below(name), child) for name, child in self.module.named_children()]
@@ -235,7 +236,7 @@ class _Item(NamedTuple):
 
 @dataclass
 class _Placed:
-    """Rows, the smallest parts that are fetched, and the bytes of their buffers that stay on the main device."""
+    """Rows of the plan, the smallest parts to fetch, and the bytes of their buffers that stay on the main device."""
 
     rows: list[Row]
     fetched: list[_Item]
@@ -273,7 +274,7 @@ class _Placer:
         return DevicePlan(device_map, placed.rows, self.limits, self.main, reserved, placed.buffers)
 
     def _with_fetch_space(self) -> tuple[_Placed, int]:
-        """Keep as little of the main device free as the largest part that is then fetched needs."""
+        """Keep only as much of the main device free as the largest part that must then be fetched needs."""
         limit, buffers = self.limits[self.main], 0
         parts = _smallest(_Item("", self.model), self.atoms)
         for reserved in sorted({self._fetch_bytes(part) for part in parts}):
@@ -290,8 +291,8 @@ class _Placer:
         size = self._fetch_bytes(largest)
         if size <= limit:
             raise ValueError(
-                f"max_memory={{{self.main!r}: {int(limit)}}} is too small for the {messages.size(buffers)} of buffers "
-                f"of offloaded parts, which stay there, plus {messages.size(size)} for fetching. Pass "
+                f"max_memory={{{self.main!r}: {int(limit)}}} is too small: the buffers of offloaded parts stay there "
+                f"and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(
@@ -302,7 +303,7 @@ class _Placer:
         )
 
     def _fetch_bytes(self, item: _Item) -> int:
-        """Bytes to keep free for fetching a part: on an accelerator twice its size, to hold the running part too."""
+        """Bytes to keep free for fetching a part: twice its size on an accelerator, to hold the running part too."""
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
     def _place(self, kept: float) -> _Placed:
@@ -343,7 +344,7 @@ class _Placer:
         room: dict[Device, float],
         order: list[Device],
     ) -> tuple[Device | None, str]:
-        """A device and the reason; None if the part must be split."""
+        """A device and the reason for it; the device is None if the part must be split."""
         size = self.sizes.sum(new)
         if ids and not new:
             device, other = homes[next(one for one in self.sizes.bytes if one in ids)]
@@ -370,7 +371,7 @@ def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
 def _balanced(
     model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
 ) -> dict[Device, float]:
-    """Limits lowered to an even share plus one part for every accelerator but the last."""
+    """The limits, lowered to an even share plus one part on every accelerator but the last."""
     several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
     if len(several) < 2:
         return limits
@@ -385,7 +386,7 @@ def _balanced(
 
 
 def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
-    """The ids of modules that are not split although they contain modules."""
+    """The ids of modules that must not be split although they contain modules."""
     fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
     asked = bool(no_split_module_classes)
     if no_split_module_classes is None:
@@ -434,7 +435,7 @@ def _limit(device: Any, size: float | str) -> float:
 
 
 def _runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Group consecutive rows that differ only in their number."""
+    """Group consecutive rows that differ only by an index in the name."""
     runs: list[list[Row]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None

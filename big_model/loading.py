@@ -1,4 +1,4 @@
-"""Load a model's weights from files that other tools wrote: one file, several with an index, or a folder of either."""
+"""Load a model's weights from other tools' files: one file, several with an index, or a folder of either."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load weights into a model, each directly to its device, and make it run from there. Returns the same object.
+    """Load weights into a model, each directly to its device, and make the model run there. Returns the same object.
 
     Args:
-        model: the model, usually made in :func:`init_empty_weights`.
-        checkpoint: a ``.safetensors`` file, one that torch saved, an index, or a folder with one of these.
+        model: the model, usually created in :func:`init_empty_weights`.
+        checkpoint: a ``.safetensors`` file, a file that torch saved, an index, or a folder with one of these.
         device_map: a word for :func:`plan_device_map` or a map for :func:`dispatch_model`. None leaves all weights on
-            their devices and moves those on the meta device to the CPU.
+            their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see :func:`plan_device_map`.
-        offload_folder: folder for weights on disk whose dtype differs from that in their files; all others are read
-            from their files and need no folder.
+        offload_folder: folder for weights on disk whose dtype differs from their files; all others are read from their
+            files and need no folder.
         offload_buffers: whether the buffers of offloaded parts are offloaded too.
         dtype: dtype for floating-point tensors; None for the model's, or the file's if the model has no values.
         offload_state_dict: accepted and ignored: at most one chunk is held in memory besides the model.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: classes whose instances are fetched as a whole; None for those that are not split.
+        preload_module_classes: classes whose instances are fetched as a unit; None for the classes that are not split.
         force_hooks: whether to attach hooks even if everything is on one device.
         strict: whether missing and unexpected names are an error instead of a warning.
         full_state_dict: accepted and ignored: each process reads the files.
@@ -74,7 +74,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.
-        ValueError: a file is damaged, a tensor has another shape, or the map or a limit is impossible.
+        ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is impossible.
         RuntimeError: names do not match (``strict``), or a tensor has no values.
 
     Example:
@@ -87,7 +87,7 @@ def load_checkpoint_and_dispatch(
             f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
             "here a strategy is about to shard them. Call load_checkpoint_in_model(model, checkpoint)."
         )
-    weight_files(Path(checkpoint))  # raise before a plan is printed
+    weight_files(Path(checkpoint))  # raises before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
     main = None
     if isinstance(device_map, str):
@@ -113,7 +113,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """The dtypes that tensors on the meta device will get: those in the first file that has them."""
+    """The dtypes that tensors on the meta device will get: the dtype in the first file that has the tensor."""
     empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     found: dict[str, torch.dtype] = {}
     for file in weight_files(Path(checkpoint)) if empty else ():
@@ -143,29 +143,29 @@ def load_checkpoint_in_model(
     """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
     Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory besides the model. A
-    tensor on ``"disk"`` is not copied at all: it stays mapped from its file. Code that a file names is never run.
+    tensor on ``"disk"`` is not copied at all: it stays mapped from its file. Code that a file refers to is never run.
 
-    If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. Each process copies its
-    shards of parameters that are already sharded (in a prepared model, or by torch's ``fully_shard``). In
+    If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. If parameters are
+    already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its shards. In
     ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: they only get
-    a note of their file, which is read after the model has been sharded. Names and shapes are checked at once, and a
-    checkpoint from which the run resumes takes precedence. Every process must call this.
+    a note of their file, which is read after the model has been sharded. Names and shapes are checked immediately. If
+    the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this.
 
-    The arguments are those of :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict, or None,
-    which leaves each tensor on its device and moves those on the meta device to the CPU. Floating-point tensors whose
-    name contains one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False: Paceline has no
-    8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0`` are accepted and ignored.
+    The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
+    None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
+    whose name contains one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False: Paceline has
+    no 8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0`` are accepted and ignored.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.
-        ValueError: a file is damaged, or a tensor has another shape.
+        ValueError: a file is damaged, or a tensor has the wrong shape.
         RuntimeError: with ``strict``, names are missing or unexpected.
     """
     if offload_8bit_bnb:
         raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:
-        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point dtype, or None.")
+        raise ValueError(f"dtype={wanted} would round weights to integers. Pass a floating-point dtype, or None.")
     with sharded_loading.together(model):
         files = weight_files(Path(checkpoint))
         if device_map is not None:
@@ -194,7 +194,7 @@ def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
 
 
 class _Filler:
-    """Sets the values of a model's tensors; those of a tied tensor only once, under all its names."""
+    """Sets the values of a model's tensors; a tied tensor is set once, under all its names."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Set one tensor to a value that is mapped from a file."""
+        """Set a tensor to a value that is mapped from a file."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)
@@ -264,7 +264,7 @@ class _Filler:
         if self.folder is None:
             raise ValueError(
                 f"{name!r} should be on disk as {dtype}, but its file has {value.dtype}, and there is no folder for "
-                f"the converted file. Pass offload_folder=..., or dtype={value.dtype}."
+                f"the converted values. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])
@@ -291,7 +291,7 @@ def _report(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
     text = f"The names in {str(path)!r} do not all match {type(model).__name__}: {differences}."
     if strict:
         raise RuntimeError(f"{text} Build the model that the weights were saved from, or load with strict=False.")
-    messages.warn(f"{text} Missing weights keep their current values, or get their layer's initial ones.")
+    messages.warn(f"{text} Missing weights keep their current values, or get their layer's initial values.")
 
 
 def _some(names: list[str]) -> str:

@@ -18,7 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> list[str]:
-    """Fill all tensors on the meta device; see :class:`Materializer`. Returns the names of those without values."""
+    """Fill all tensors on the meta device; see :class:`Materializer`. Returns the names of tensors without values."""
     materializer = Materializer(root, device, noted)
     for name, part in bottom_up(root):
         materializer.fill(name, part)
@@ -29,14 +29,14 @@ class Materializer:
     """Fills tensors on the meta device, module by module, children first.
 
     A module's own ``reset_parameters`` sets the initial values, followed by ``_init_weights(module)`` of the nearest
-    module around it that has this method. Constructors fill their layers in the same order, children first. So the
-    random numbers, and with them the initial values, are the same as in a process that made the layers with memory.
-    They differ if a constructor fills (or copies) its children again and none of these methods does the same.
+    enclosing module that has this method. Constructors fill their layers in the same order, children first. So the
+    random numbers and the initial values are the same as in a process that created the layers with memory. They differ
+    if a constructor fills (or copies) its children again and none of these methods does the same.
 
-    Tensors that have values, or get them from elsewhere, are unchanged, and no random numbers are drawn for them.
+    Tensors that have values, or get them from elsewhere, do not change, and no random numbers are drawn for them.
 
     Args:
-        root: the module; it is not changed yet.
+        root: the module; creating this object does not change it.
         device: device on which memory is allocated.
         noted: ids of parameters that stay on the meta device, because their values come from elsewhere.
 
@@ -55,12 +55,12 @@ class Materializer:
         empty = sum(len(_own_tensors(owner)) for owner in root.modules()) - len(self._given)
         if empty:
             messages.info_once(
-                f"{empty} tensors of {type(root).__name__} were made without values, and get the initial values of "
-                "their layers. To load them from files instead, call load_checkpoint_in_model."
+                f"{empty} tensors of {type(root).__name__} were created without values, so their layers initialize "
+                "them. To load them from files instead, call load_checkpoint_in_model."
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
-        #: Empty tensor (kept alive) and new tensor (a weak reference, since sharding replaces it), by id of the former.
+        #: The empty tensor (kept alive) and the new one (a weak ref: sharding replaces it), by the empty tensor's id.
         self._made: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
         self._find_fillers(root, None)
 
@@ -73,7 +73,7 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Give memory and values to those of ``module``'s own tensors that have none."""
+        """Give memory and values to ``module``'s own tensors that have none."""
         own = _own_tensors(module)
         empty = {key for key, value in own if value.is_meta and (id(module), key) not in self._given}
         if not empty:
@@ -92,7 +92,7 @@ class Materializer:
 
     @contextmanager
     def _values_hidden(self, module: nn.Module) -> Iterator[None]:
-        """Context in which tensors with values are replaced by empty ones, so that initializers cannot change them."""
+        """Context that replaces tensors with values by empty ones, so that initializers cannot change them."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
             for held in (own_parameters(owner), own_buffers(owner)):
@@ -109,7 +109,7 @@ class Materializer:
                 held[key] = value
 
     def _take_memory(self, module: nn.Module, keys: Collection[str]) -> None:
-        """Like ``to_empty``, but tied parameters stay tied, and sentinel values show which tensors are never filled."""
+        """Like ``to_empty``, but tied parameters stay tied, and sentinel values mark tensors that are never filled."""
         for held in (own_parameters(module), own_buffers(module)):
             for key, value in held.items():
                 if value is None or key not in keys:

@@ -1,4 +1,4 @@
-"""Sizes of a model's parts in bytes, and its tied parameters."""
+"""Compute the sizes of a model's parts in bytes, and find its tied parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 def size_in_bytes(size: int | str, what: str) -> int:
     """``"10GB"`` -> 10,000,000,000; ``"10GiB"`` -> 10,737,418,240.
 
-    ``what`` is the name of the argument in the error.
+    ``what`` is the argument's name in the error.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: ``size`` is not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -28,13 +28,13 @@ def size_in_bytes(size: int | str, what: str) -> int:
     number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if number <= 0:
         raise ValueError(
-            f"{what}={size!r} is not a size. Pass a number of bytes, or text such as '5GB', '500MB' or '2GiB'."
+            f"{what}={size!r} is not a size. Pass a number of bytes, or a string such as '5GB', '500MB' or '2GiB'."
         )
     return number
 
 
 class Sizes:
-    """Bytes of a model's tensors in the dtypes in which they will be loaded.
+    """The sizes of a model's tensors in bytes, in the dtypes in which they will be loaded.
 
     ``dtype`` and ``special_dtypes`` are as for :func:`compute_module_sizes`.
     """
@@ -59,22 +59,22 @@ class Sizes:
         return tensor.numel() * (dtype or tensor.dtype).itemsize
 
     def within(self, module: nn.Module, recurse: bool = True) -> set[int]:
-        """The ids of the tensors in a module; each only once, even if it has several names."""
+        """The ids of the tensors in a module; each occurs once, even if it has several names."""
         return {id(tensor) for _, tensor in named_tensors(module, recurse=recurse, buffers=self._buffers)}
 
     def of(self, module: nn.Module) -> int:
-        """Bytes of a module with all its submodules."""
+        """Bytes of a module, including all submodules."""
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
-        """Bytes of some tensors."""
+        """Total bytes of the tensors with these ids."""
         return sum(self.bytes[one] for one in ids)
 
 
 def named_tensors(
     module: nn.Module, recurse: bool = True, buffers: bool = True, persistent_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; tied ones under each of their names.
+    """Parameters and buffers by name; tied tensors under each of their names.
 
     With ``persistent_only``, buffers that are not in the ``state_dict`` are excluded.
     """
@@ -111,8 +111,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Bytes of each module (``""`` for the whole model) and each tensor of a model, by name.
 
-    ``dtype`` is the dtype for floating-point tensors, None for their current one; ``special_dtypes`` is the same for
-    single tensors, by name. With ``buffers_only`` parameters are excluded.
+    ``dtype`` is the dtype for floating-point tensors; None means their current dtype. ``special_dtypes`` does the same
+    for single tensors, by name. With ``buffers_only`` parameters are excluded.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}
@@ -129,20 +129,20 @@ def compute_module_sizes(
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of tied parameters, one list for each parameter."""
+    """The names of tied parameters, with one list per parameter."""
     names = names_of(model)
     return [sorted(names[id(one)]) for one in model.parameters() if len(names[id(one)]) > 1]
 
 
 def as_dtype(dtype: Any) -> torch.dtype | None:
-    """A dtype, given as such or by name: ``"bfloat16"``, ``"torch.bfloat16"``.
+    """Convert a dtype's name (``"bfloat16"``, ``"torch.bfloat16"``) to a dtype; a dtype is returned unchanged.
 
     Raises:
-        ValueError: there is no dtype of that name.
+        ValueError: there is no dtype with that name.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is not a torch dtype. Pass one such as torch.bfloat16, or 'bfloat16'.")
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype. Pass torch.bfloat16 or 'bfloat16', for example.")
     return found

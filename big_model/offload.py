@@ -1,4 +1,4 @@
-"""Weights offloaded to a folder on disk, and read back from it."""
+"""Offload weights to a folder on disk, and read them back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def offload_weight(
 ) -> dict[str, Any]:
     """Write a tensor's bytes to a file in a folder. The file appears complete or not at all.
 
-    The folder is created if it does not exist. Returns ``index``, with a new entry for the tensor's dtype and shape.
+    Creates the folder if it does not exist. Returns ``index`` with a new entry for the tensor's dtype and shape.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     index = {} if index is None else index
     folder = Path(offload_folder)
@@ -90,7 +90,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     expected = torch.Size(shape).numel() * dtype.itemsize
     if path.stat().st_size != expected:
         raise ValueError(
-            f"{str(path)!r} has {path.stat().st_size} bytes, but a tensor of {dtype} and shape {shape} has {expected}. "
+            f"{str(path)!r} has {path.stat().st_size} bytes, but a {dtype} tensor of shape {shape} has {expected}. "
             "The folder was changed or belongs to another model: offload the weights again."
         )
     return map_file(path, dtype, shape)
@@ -101,8 +101,8 @@ class Stored(NamedTuple):
 
     Attributes:
         value: the stored values.
-        dtype: the dtype that it should have.
-        in_file: whether it is mapped from a file.
+        dtype: the dtype that the tensor should have.
+        in_file: whether the values are mapped from a file.
     """
 
     value: Tensor
@@ -116,8 +116,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     Args:
         state_dict: tensors in memory.
         save_folder: a folder that :func:`offload_state_dict` wrote.
-        index: entries of its index, or for a tensor of a safetensors file ``{"safetensors_file": path, "weight_name":
-            name}``; None for the folder's index.
+        index: entries of the folder's index, or ``{"safetensors_file": path, "weight_name": name}`` for a tensor in a
+            safetensors file; None reads the folder's index.
         device: accepted and ignored: tensors are on the CPU.
     """
 
@@ -143,7 +143,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return found.value.to(found.dtype)
 
     def stored(self, key: str) -> Stored:
-        """A tensor as it is stored, before it is converted to the dtype that the index asks for."""
+        """A tensor as it is stored, before conversion to the dtype that the index asks for."""
         if key in self.state_dict:
             value = self.state_dict[key]
             return Stored(value, value.dtype, in_file=False)
@@ -155,16 +155,16 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return Stored(value, as_dtype(entry.get("dtype")) or value.dtype, in_file=True)
 
     def _map(self, file: Path, name: str) -> Tensor:
-        """A tensor of a file, which is mapped once for all its tensors.
+        """A tensor from a file; the file is mapped once for all its tensors.
 
-        If the same tensor is requested twice, the file is mapped again: changing one must not change the other.
+        If the same tensor is requested twice, the file is mapped again, so that changing one does not change the other.
         """
         if name not in self._unread.get(file, ()):
             self._unread[file] = dict(tensors_of_safetensors(file))
         if name not in self._unread[file]:
             near = messages.did_you_mean(name, self._unread[file])
             raise ValueError(
-                f"The index of offloaded weights looks for {name!r} in {str(file)!r}, which does not have it.{near} "
+                f"The index of offloaded weights expects {name!r} in {str(file)!r}, which does not have it.{near} "
                 "The file was changed or belongs to another model: create the index again."
             )
         return self._unread[file].pop(name)
@@ -177,7 +177,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The tensors of a mapping whose names begin with a prefix, by their names without it."""
+    """The tensors in a mapping whose names begin with a prefix, by their names without the prefix."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

@@ -17,18 +17,18 @@ _CHUNK = 16 * 2**20
 
 
 class _Fetched(NamedTuple):
-    """The values that a tensor has while it runs (None for its stored ones), and its version when they were read."""
+    """A tensor's values while it is in use (None: the stored ones), and its version when they were read."""
 
     values: Tensor | None
     version: int | None
 
 
 class _OffloadedTensor:
-    """An offloaded tensor of a part, which is fetched to the device on which it runs.
+    """An offloaded tensor that is fetched to its device when it is needed.
 
     A tensor that is mapped from a file, and that the CPU can compute with, is used in place: fetching it reads its
-    pages, leaving it frees them. Any other tensor is copied. The tensor's ``data`` is stored on
-    disk or in host memory.
+    pages, leaving it frees them. Any other tensor is copied. Between uses, the tensor's ``data`` is on disk or in host
+    memory.
     """
 
     __slots__ = ("_fetched", "_pages", "copied", "device", "home", "mapped", "tensor")
@@ -39,7 +39,7 @@ class _OffloadedTensor:
         self._store_current(pages)
 
     def _store_current(self, pages: Pages) -> None:
-        """Make the tensor's current values its stored ones."""
+        """Make the tensor's current values its stored values."""
         self.home = self.tensor.data
         self.mapped = pages.holds(self.home)
         self.copied = self.home.device != self.device or (self.mapped and not is_aligned(self.home))
@@ -47,7 +47,7 @@ class _OffloadedTensor:
         self._fetched = _Fetched(None, 0)
 
     def fetch(self) -> _Fetched:
-        """Read the tensor, and copy it if it cannot run where it is stored. May be called in another thread."""
+        """Read the tensor, and copy it if it cannot be used where it is stored. May be called in another thread."""
         version = change_count(self.tensor)
         if not self.copied:
             if self.mapped:
@@ -60,7 +60,7 @@ class _OffloadedTensor:
         return _Fetched(made, version)
 
     def enter(self, fetched: _Fetched) -> None:
-        """Set the tensor to the fetched values, or to its current values if it was changed since they were fetched."""
+        """Set the tensor to the fetched values, or to its current values if it was changed after the fetch."""
         if not _same_memory(self.tensor.data, self.home):
             self._store_current(Pages())
             fetched = self.fetch()
@@ -71,7 +71,7 @@ class _OffloadedTensor:
             self.tensor.data = fetched.values
 
     def leave(self) -> None:
-        """Set the tensor to its stored values again, after saving changes that were made while it ran."""
+        """Save changes that were made while the tensor was in use, and set it to its stored values again."""
         (values, version), self._fetched = self._fetched, _Fetched(None, 0)
         if values is not None:
             if not _same_memory(self.tensor.data, values):  # its data was replaced
@@ -86,7 +86,9 @@ class _OffloadedTensor:
     def _was_changed(self, values: Tensor, version: int | None) -> bool:
         if isinstance(self.tensor, nn.Parameter) and version is not None:
             return change_count(self.tensor) != version
-        return values.device.type != "cpu" or not torch.equal(values, self.home)  # batch statistics: same version
+        return values.device.type != "cpu" or not torch.equal(
+            values, self.home
+        )  # batch statistics do not change the version
 
     def give_back(self) -> None:
         """Free pages that can be read from the file again."""
@@ -94,7 +96,7 @@ class _OffloadedTensor:
             self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
-        """Set the tensor to values that can be used from now on without :meth:`enter`."""
+        """Set the tensor to values that can be used without :meth:`enter` from now on."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 
@@ -117,7 +119,7 @@ class Part:
         self._depth = 0
 
     def enter(self) -> None:
-        """Fetch the tensors, and start to fetch the part that followed this one the last time."""
+        """Fetch the tensors, and start prefetching the part that ran after this one last time."""
         if not self._depth:
             try:
                 for tensor, fetched in zip(self._tensors, self._fetcher.take(self), strict=True):
@@ -130,7 +132,7 @@ class Part:
         self._depth += 1
 
     def leave(self) -> None:
-        """Free the memory. Values that were changed while it ran are saved."""
+        """Save values that were changed while the part ran, and free the memory."""
         self._depth -= 1
         if not self._depth:
             for tensor in self._tensors:
@@ -157,7 +159,7 @@ class _Advance(NamedTuple):
 
 
 class Fetcher:
-    """Fetches the parts of a model in a separate thread while it runs, one part ahead."""
+    """Fetches a model's parts in a separate thread while the model runs, one part ahead."""
 
     def __init__(self) -> None:
         self.pages = Pages()
@@ -177,18 +179,18 @@ class Fetcher:
         """Record that the model begins to run.
 
         Raises:
-            RuntimeError: it is already running in another thread.
+            RuntimeError: the model is already running in another thread.
         """
         if self._running and self._runner != threading.get_ident():
             raise RuntimeError(
-                "A model with offloaded weights was called in a thread while it runs in another, but its weights are "
+                "A model with offloaded weights was called while it was running in another thread, but its weights are "
                 "fetched and freed as it runs. Call it in one thread at a time."
             )
         self._runner = threading.get_ident()
         self._running += 1
 
     def stop(self) -> None:
-        """Record that the model has run, and fetch nothing more ahead: weights may change before the next run."""
+        """Record that the model has run, and stop prefetching, because weights may change before the next run."""
         self._running -= 1
         if not self._running:
             self._last = None
@@ -198,13 +200,13 @@ class Fetcher:
                 self._thread = None
 
     def begin(self, part: Part | None) -> None:
-        """Start to fetch a part if the model is running."""
+        """Start fetching a part if the model is running."""
         if part is not None and self._advance is None and self._running:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
             self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
-        """Return the fetched tensors of a part, and remember that it followed the part that was taken before."""
+        """Return a part's fetched tensors, and remember that it follows the part that was taken before it."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part
@@ -222,7 +224,7 @@ class Fetcher:
         return found
 
     def _drop(self) -> None:
-        """Discard the part that was fetched ahead. If that failed, it is tried again when the part is needed."""
+        """Discard the prefetched part. If fetching failed, it is retried when the part is needed."""
         advance, self._advance = self._advance, None
         if advance is not None and advance.tensors.exception() is None:
             advance.part.give_back()

@@ -23,7 +23,7 @@ HOLDER = "_paceline_fsdp"
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing if there cannot be one."""
+    """Whether a tensor is a DTensor. Does not import DTensor: if it was never imported, the tensor cannot be one."""
     torch_tensors = sys.modules.get("torch.distributed.tensor")
     return torch_tensors is not None and isinstance(tensor, torch_tensors.DTensor)
 
@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """This process's shard of a whole tensor, if sharded like ``like``; a view if the shard is contiguous.
+    """This process's shard of a full tensor that is sharded like ``like``; a view if the shard is contiguous.
 
     Raises:
         NotImplementedError: torch would shard it differently from ``like``.
@@ -59,7 +59,7 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _indices(like: DTensor, dim: int) -> Tensor:
-    """The indices along a dimension that this process holds, as torch distributes them: a 1-D tensor."""
+    """The indices along a dimension that this process holds, as torch distributes them; a 1-D tensor."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def along(placement: Any) -> Any:
@@ -85,8 +85,8 @@ def _pick(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
 def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) -> None:
     """Copy a value, or this process's shard of it, into ``own``.
 
-    Floating-point values are converted to ``dtype`` first, None means the dtype of ``own``; pages that were read are
-    freed.
+    Floating-point values are first converted to ``dtype``; None means the dtype of ``own``. Frees the pages that were
+    read.
     """
     whole = value
     if in_parts(own):
@@ -100,10 +100,10 @@ def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) ->
 def fill_parts(
     model: nn.Module, names: list[str], own: DTensor, value: Tensor, dtype: torch.dtype | None, pages: Pages
 ) -> None:
-    """Set the value of a sharded parameter under all its names; one on the meta device gets memory.
+    """Set the value of a sharded parameter under all its names; a parameter on the meta device gets memory.
 
     Raises:
-        ValueError: ``dtype`` differs from its dtype, in which it is gathered.
+        ValueError: ``dtype`` differs from the parameter's dtype, in which it is gathered.
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype
@@ -115,8 +115,8 @@ def fill_parts(
     elif dtype is not None and value.is_floating_point() and own.dtype != dtype:
         raise ValueError(
             f"load_checkpoint_in_model(dtype={dtype}): {names[0]} is {own.dtype} and already sharded, and its shards "
-            "are gathered in that dtype. Convert the model before it is sharded (model.to(dtype) before it is "
-            "prepared), or omit dtype."
+            "are gathered in that dtype. Convert the model before it is sharded (call model.to(dtype) before "
+            "prepare()), or omit dtype."
         )
     fill(own, value, dtype, pages)
 
@@ -127,7 +127,7 @@ def memory_for(own: Tensor, device: Any, dtype: torch.dtype | None = None) -> Te
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard a model's parameters: after a forward without a backward some are still gathered."""
+    """Reshard a model's parameters, because some stay gathered after a forward pass without a backward pass."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in model.modules():
         for part in (module, vars(module).get(HOLDER)):
@@ -137,7 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Context in which an error on one process is raised on all processes that share the sharded model."""
+    """Context that raises an error from one process on all processes that share the sharded model."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
 
 
 def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
-    """Raise this process's error, or one for the error of another process."""
+    """Raise this process's error, or an error that reports another process's error."""
     if problem is not None:
         raise problem
     for text in filter(None, problems):
@@ -173,7 +173,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none waits.
+    """Call ``work`` on this process. If it fails on any process, raise on all of them, so that none keeps waiting.
 
     ``gather`` returns the values that all processes pass to it.
     """

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from .. import messages
 
-#: File names for the weights of a whole model in a folder; the first that exists is used.
+#: File names for a whole model's weights in a folder; the first one that exists is used.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Bytes that reading one page may load: the largest block in which systems keep a file's pages.
+#: Bytes that reading one page may load: the largest block that systems use for a file's pages.
 _AROUND = 2 * 2**20
-#: Bytes that are copied before the pages they came from are freed.
+#: Bytes to copy before freeing the pages that they came from.
 _CHUNK = 16 * 2**20
-#: Alignment of addresses for bit-identical matrix products: CPU kernels sum in another order if a matrix does not begin
-#: at such a boundary (seen with oneMKL for float32 and float64). Torch's own memory is aligned like this.
+#: Address alignment for bit-identical matrix products: CPU kernels sum in a different order if a matrix does not begin
+#: at such a boundary (seen with oneMKL for float32 and float64). Torch aligns its own memory this way.
 ALIGNMENT = 64
 
 
@@ -57,12 +57,12 @@ def weight_files(path: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is not an index of weights ({type(error).__name__}: {error}). An index is JSON with a "
-            "'weight_map' from names to files; download or write it again, or pass a single weight file."
+            "'weight_map' from names to files. Download or write it again, or pass a single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are missing: "
+            f"The index {str(path)!r} names {len(names)} files, {len(missing)} of them missing: "
             f"{', '.join(map(str, missing[:5]))}. Copy them to its folder."
         )
     return [path.parent / name for name in names]
@@ -78,13 +78,13 @@ def _in_folder(path: Path) -> str:
         contents = f"which contains {', '.join(entries[:10])}" if entries else "which is empty"
         raise FileNotFoundError(
             f"There are no weights of a single model in {str(path)!r}, {contents}. Pass the file, or a folder with "
-            f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several files."
+            f"{' or '.join(map(repr, _NAMES))} or an index (.index.json)."
         )
     return chosen[0]
 
 
 def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file by name, mapped into memory: a page is read when it is first accessed.
+    """The tensors in a file by name, mapped into memory: a page is read when it is first accessed.
 
     Changes to a tensor stay in memory and are never written to the file.
 
@@ -113,14 +113,14 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file with any name; see :func:`mapped_tensors`."""
+    """The tensors in a safetensors file, whatever its file name; see :func:`mapped_tensors`."""
     with _opened(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
             yield name, opened.get_tensor(name)
 
 
 def kinds_and_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """The dtypes (as the format names them) and shapes in the head of a safetensors file, by tensor."""
+    """The dtype (in the format's own naming) and shape of each tensor, from a safetensors file's header."""
     with _opened(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
@@ -140,19 +140,19 @@ def _opened(file: Path) -> Iterator[Any]:
 def _damaged(file: Path, error: Exception) -> ValueError:
     why = str(error).splitlines()[0] if str(error) else repr(error)
     return ValueError(
-        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or has another format; download or "
-        "write it again."
+        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or has a different format. Download "
+        "or write it again."
     )
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the CPU computes bit-identical results with a tensor and with a copy of it in torch's own memory."""
+    """Whether the CPU gets bit-identical results from a tensor and from a copy of it in torch's own memory."""
     computed = tensor.is_floating_point() or tensor.is_complex()
     return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
 
 def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file that contains only the bytes of one tensor into memory."""
+    """Map a file into memory that contains only one tensor's bytes."""
     size = torch.Size(shape).numel()
     if not size:
         return torch.empty(shape, dtype=dtype)
@@ -162,7 +162,7 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialized tensor whose memory returns to the system as soon as it is freed.
 
-    An allocator may keep freed memory in each of its threads, which can add up to several tensors.
+    A normal allocator may keep freed memory in each of its threads, which can add up to several tensors.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < _PAGE:
@@ -175,9 +175,9 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 @torch.no_grad()
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
-    """Copy a tensor from a mapped file to a target of any device and dtype; the pages that were read are freed.
+    """Copy a tensor from a mapped file to a target on any device and in any dtype; free the pages that were read.
 
-    ``pages`` are the mapped files, to be shared if many tensors are copied; None looks them up now.
+    ``pages`` are the mapped files; pass the same object if you copy many tensors. None looks them up now.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)
@@ -192,9 +192,9 @@ def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> Non
 
 
 class Pages:
-    """The memory that is currently mapped from files, and freeing its pages in the page cache.
+    """Knows the memory that is currently mapped from files, and frees its pages.
 
-    Only such memory may be freed: the system would fill any other memory with zeros. On systems other than Linux no
+    Only mapped memory may be freed: the system would fill any other memory with zeros. On systems other than Linux no
     mapped memory is known, and pages stay until memory runs short.
     """
 
@@ -202,7 +202,7 @@ class Pages:
         self._ranges = _mapped_ranges()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is entirely in a mapped file."""
+        """Whether a tensor lies entirely in a mapped file."""
         return self._range_of(tensor) is not None
 
     def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -216,8 +216,8 @@ class Pages:
 
         Args:
             tensor: any tensor.
-            around: whether to free pages before and after it too, which the system may have read with it. No tensor
-                there may be written to at this moment.
+            around: whether to also free pages before and after it, because the system may have read them with it. No
+                tensor there may be written to at the same time.
         """
         mapped = self._range_of(tensor)
         if mapped is None:
@@ -231,20 +231,20 @@ class Pages:
 
 
 def _drop(start: int, end: int) -> None:
-    """Free whole pages that are known to be mapped from a file; none of them if one was written to."""
+    """Free whole pages that are known to be mapped from a file; frees none of them if one was written to."""
     if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
 
 def advise_needed(tensor: Tensor) -> None:
-    """Read the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
+    """Load the pages of a tensor that is known to be mapped from a file. Blocks, without holding the GIL."""
     start, end = _span(tensor)
     start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor and of the byte after its last; it must not be empty."""
+    """The address of a tensor's first byte, and the address after its last byte; it must not be empty."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -253,7 +253,7 @@ def _is_as_in_file(start: int, end: int) -> bool:
     """Whether no page has been written to since it was mapped; a written page belongs to the process, not to the file.
 
     This asks the system, because torch does not notice every change: writing through ``.data`` or numpy, or updating
-    batch statistics, does not change a tensor's version. If the system does not tell, the answer is False.
+    batch statistics, does not change a tensor's version. Returns False if the system does not say.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -276,7 +276,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """The address ranges of mapped files; a file that the system lists in pieces is one range."""
+    """The address ranges of mapped files; a file that the system lists in several pieces becomes one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []

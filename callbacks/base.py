@@ -116,7 +116,7 @@ class Callback:
     """Whether this callback's ``on_train_epoch_end`` runs after the module's, when all metrics are known."""
 
     runs_first: bool = False
-    """Whether this callback comes before all others, which then see what it changed."""
+    """Whether this callback comes before all others, so that they see its changes."""
 
     runs_last: bool = False
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
@@ -127,7 +127,7 @@ class Callback:
     skips_together: bool = False
     """Whether this callback's :meth:`around_training_step` judges each loss and skips a batch on all ranks or on none.
 
-    ``training_step`` may then return None on some ranks, and nothing else warns of a loss that is not finite.
+    ``training_step`` may then return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
     _logs_in: TrainingModule | None = None
@@ -340,11 +340,11 @@ class Callback:
         """Called when a checkpoint is loaded, between the module's weights and this callback's ``load_state_dict``."""
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
-        """Return what the trainer calls instead of ``step``, the training step; asked once, when training starts.
+        """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
         The returned function gets ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``, read
         its output and return another one; under automatic optimization None skips the batch. Must not call backward.
-        Not with ``Trainer(compile="step")``, whose step is one graph.
+        Not supported with ``Trainer(compile="step")``, whose step is one graph.
         """
         return step
 
@@ -357,8 +357,8 @@ class Callback:
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
         """Return the batches per optimizer step in an epoch (0-based), or None if this callback does not set them.
 
-        A callback that sets ``trainer.accumulate_grad_batches`` announces it here, so that the number of steps is known
-        before the training.
+        A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
+        before training.
         """
         return None
 
@@ -382,7 +382,7 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 
     Attributes:
         path: the checkpoint.
-        own: whether this run wrote it, so that everything in it is restored; else the fit started with it and restarts.
+        own: whether this run wrote it, so that everything in it is restored; else the fit started from it and restarts.
         blamed: epoch and index of the batch to skip when it comes again, or None.
     """
 

@@ -1,4 +1,4 @@
-"""Choice of the checkpoints that a fit keeps, and of their names."""
+"""Choose which checkpoints a fit keeps, and their names."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Whether there is anything to save. There is not in trial runs and before the first step."""
+        """Whether to save at all. Nothing is saved in trial runs or before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it ranks, then ``last``, and tell the loggers.
+        """Write a file for this step if it ranks, then ``last``, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
@@ -279,8 +279,9 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         """Write one checkpoint under all its names, and delete the files that it replaces.
 
-        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. With ``path``
-        None only ``last`` is written; ``gone`` are the files that it replaces in the ranking, None if it is not ranked.
+        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. If ``path`` is
+        None, only ``last`` is written. ``gone`` lists the files that the checkpoint pushes out of the ranking; it is
+        None for an unranked checkpoint.
         """
         before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
@@ -349,7 +350,7 @@ class CheckpointKeeper(Checkpoint):
         return None if not path or path == str(trainer.current_run.newest) else storage.absolute(path)
 
     def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
-        """Tell the user and the loggers that a save is done."""
+        """Report a finished save to the user and the loggers."""
         if self.verbose and path:
             reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
             messages.info(f"Step {self._saved_step}: {reached}saved {path!r}.")
@@ -383,6 +384,10 @@ class CheckpointKeeper(Checkpoint):
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
         return storage.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        """Whether a file is there, as rank 0 sees it. Must be called on every rank."""
+        return trainer.strategy.broadcast(storage.location(filepath).exists())
+
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write the score of each kept file by path, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:
@@ -399,10 +404,12 @@ class CheckpointKeeper(Checkpoint):
                 file.write("{}\n")
 
     def _folder(self, trainer: Trainer) -> str:
+        if self._given_dirpath:
+            return self._given_dirpath
         root = trainer.default_root_dir
         if not storage.is_remote(root):  # else the logs are local and the checkpoints are not
             root = trainer.log_dir or root
-        return self._given_dirpath or storage.absolute(storage.join(root, "checkpoints"))
+        return storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return rank 0's values for ranking and names, on the CPU. The host waits for the device here."""
@@ -511,12 +518,12 @@ _CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path"
 def _check_top_k(save_top_k: int, monitor: str | None) -> None:
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(
-            f"ModelCheckpoint(monitor={monitor!r}) does not name a metric. "
+            f"ModelCheckpoint: monitor={monitor!r} does not name a metric. "
             "Pass the name that you give to self.log, such as 'val_loss', or None to keep the newest."
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}) is not a number of files to keep. "
+            f"ModelCheckpoint: save_top_k={save_top_k!r} is not a number of files to keep. "
             "Pass a whole number, -1 to keep all, or 0 to keep none."
         )
     if monitor is None and save_top_k > 1:
@@ -529,7 +536,7 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
 def _whether_last(save_last: bool | str | None) -> bool:
     if save_last not in (None, False, True, "link"):
         raise ValueError(
-            f"ModelCheckpoint(save_last={save_last!r}) does not say whether to keep a 'last' file. Pass True or False."
+            f"ModelCheckpoint: save_last={save_last!r} does not say whether to keep a 'last' file. Pass True or False."
         )
     if save_last == "link":
         messages.info_once(

@@ -37,7 +37,7 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:
         if isinstance(filter_keys, str):
             raise TypeError(
-                f"DeviceStatsMonitor(filter_keys={filter_keys!r}) is one string, not a set of names. "
+                f"DeviceStatsMonitor: filter_keys={filter_keys!r} is one string, not a set of names. "
                 f"Pass {{{filter_keys!r}}}."
             )
         if cpu_stats and _psutil() is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,18 +77,18 @@ class EarlyStopping(Callback):
         check_mode("EarlyStopping", mode)
         if not isinstance(monitor, str) or not monitor:
             raise TypeError(
-                f"EarlyStopping(monitor={monitor!r}) does not name a metric, so there is nothing to watch. "
+                f"EarlyStopping: monitor={monitor!r} does not name a metric, so there is nothing to watch. "
                 "Pass the name that you give to self.log, such as 'val_loss'."
             )
         check_direction("EarlyStopping", monitor, mode)
         if not min_delta >= 0:
             raise ValueError(
-                f"EarlyStopping(min_delta={min_delta!r}) would count a worse metric as an improvement. Give the size "
+                f"EarlyStopping(min_delta={min_delta!r}) would count a worse metric as an improvement. Pass the size "
                 "of the smallest improvement, 0 or more, for both modes."
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping(patience={patience!r}) is not a number of checks. Pass a whole number: how many checks "
+                f"EarlyStopping: patience={patience!r} is not a number of checks. Pass a whole number: how many checks "
                 "without improvement to allow."
             )
         self.monitor = monitor
@@ -108,6 +108,11 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._validated = self._stopped_before = False
+
+    @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """``torch.lt`` or ``torch.gt``: whether a value is better than another."""
+        return torch.lt if self.mode == "min" else torch.gt
 
     @property
     def state_key(self) -> str:
@@ -187,7 +192,7 @@ class EarlyStopping(Callback):
         return None
 
     def _better(self, value: Tensor, than: float | Tensor) -> bool:
-        return bool(value < than if self.mode == "min" else value > than)
+        return bool(self.monitor_op(value, than))
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
         """Judge a new value; return the reason to stop, if any, and the message."""
@@ -269,7 +274,7 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool = True) -> str:
-    """The sentence for a monitored metric that is not there: its name, those that are, and what to do.
+    """Return the error text for a monitored metric that was not logged: what was logged, and what to do.
 
     ``validates``: False if the fit has no validation, where the metric is probably logged.
     """
@@ -277,7 +282,7 @@ def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool 
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."
     fix = "" if validates else "This fit has no validation: pass val_dataloaders if it is logged there. "
     return (
-        f"{who}(monitor={monitor!r}) has no value to look at, because {monitor!r} was not logged."
+        f"{who}(monitor={monitor!r}) has no value to monitor, because {monitor!r} was not logged."
         f"{messages.did_you_mean(monitor, logged)} {there} "
-        f"{fix}Call self.log({monitor!r}, ...), or monitor one that is logged."
+        f"{fix}Call self.log({monitor!r}, ...), or monitor a metric that is logged."
     )

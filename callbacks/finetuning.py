@@ -132,7 +132,7 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Give the optimizer only the parameters that train at first: [p for p in "
+                "stay in their groups. Pass the optimizer only the parameters that train at first: [p for p in "
                 "self.parameters() if p.requires_grad]."
             )
         return new
@@ -294,7 +294,7 @@ def double(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to that of the other layers.
+    """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
 
     The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and optimizers with the
     parameters that train at first. The first optimizer trains the backbone.
@@ -335,7 +335,7 @@ class BackboneFinetuning(BaseFinetuning):
         checked_count(name, "rounding", rounding, 0)
         if not callable(lambda_func):
             raise TypeError(
-                f"{name}(lambda_func={lambda_func!r}) cannot be called. Give a function of the epoch that returns the "
+                f"{name}: lambda_func={lambda_func!r} is not callable. Pass a function of the epoch that returns the "
                 "factor for the backbone's learning rate, such as lambda epoch: 1.5."
             )
         _check_rates(name, backbone_initial_ratio_lr, backbone_initial_lr, initial_denom_lr)
@@ -422,13 +422,13 @@ def _check_rates(owner: str, ratio: float, rate: float | None, denominator: floa
     values = {"backbone_initial_ratio_lr": ratio, "backbone_initial_lr": rate, "initial_denom_lr": denominator}
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{owner}({name}={value!r}) is {messages.a(value)}. Give a positive number.")
+            raise TypeError(f"{owner}: {name}={value!r} is {messages.a(value)}. Pass a positive number.")
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{owner}({name}={value}) would not let the backbone train. Give a positive number.")
+            raise ValueError(f"{owner}({name}={value}) would not let the backbone train. Pass a positive number.")
     defaults = {"backbone_initial_ratio_lr": _RATIO, "backbone_initial_lr": None, "initial_denom_lr": _DENOMINATOR}
     given = [name for name, value in values.items() if value != defaults[name]]
     if len(given) > 1:
         raise ValueError(
             f"{owner} got {messages.names(given, 'and')}, which all set the backbone's first learning rate, so only "
-            "one can take effect. Give one of them."
+            "one can take effect. Pass one of them."
         )

@@ -25,11 +25,11 @@ GROWTH = 0.25
 class GarbageCollection(Callback):
     """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
 
-    Python scans its objects at arbitrary moments, when many have been allocated. With many objects (for example a data
-    set that is a list) a full scan takes a good part of a second. With several processes, the others wait for that rank
-    at the next gradient reduction. Each rank pauses at different steps, so the pauses add up. With this callback all
-    ranks pause at the same time. After the first step all existing objects are frozen, so no collection scans them
-    again.
+    Python scans its objects at arbitrary moments, when many have been allocated. With many objects (for example a
+    dataset that is a list) a full scan takes a good part of a second. With several processes, the other ranks wait for
+    that rank at the next gradient reduction. Each rank pauses at its own steps, so the pauses add up. With this
+    callback all ranks pause at the same time. After the first step all existing objects are frozen, so no collection
+    scans them again.
 
     During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, also by an
     exception or a signal, the collector's settings are restored and the objects are unfrozen.
@@ -53,7 +53,7 @@ class GarbageCollection(Callback):
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and not (whole and every_n_steps > 0):
             raise ValueError(
-                f"GarbageCollection(every_n_steps={every_n_steps!r}) is not a number of steps. Pass a whole number of "
+                f"GarbageCollection: every_n_steps={every_n_steps!r} is not a number of steps. Pass a whole number of "
                 "at least 1, or None to let Python decide when to collect."
             )
         if every_n_steps is None and not freeze:

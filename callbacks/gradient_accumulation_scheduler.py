@@ -32,13 +32,13 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}) contains no epoch. "
+                f"GradientAccumulationScheduler: scheduling={scheduling!r} contains no epoch. "
                 "Pass a dict from epoch to batches per step, such as {0: 1, 4: 2}."
             )
         for epoch, batches in scheduling.items():
             if not _whole(epoch, at_least=0):
                 raise ValueError(
-                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) has the key {epoch!r}, which is "
+                    f"GradientAccumulationScheduler: scheduling={dict(scheduling)!r} has the key {epoch!r}, which is "
                     "not an epoch. Epochs are whole numbers from 0."
                 )
             if not _whole(batches, at_least=1):

@@ -43,7 +43,7 @@ class HangDetector(Callback):
     def __init__(self, timeout_seconds: float = 1800.0, abort: bool = True) -> None:
         if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or timeout_seconds <= 0:
             raise ValueError(
-                f"HangDetector(timeout_seconds={timeout_seconds!r}) is not a time to wait. Pass more seconds than the "
+                f"HangDetector: timeout_seconds={timeout_seconds!r} is not a valid timeout. Pass more seconds than the "
                 "longest step, checkpoint or data preparation takes."
             )
         self.timeout_seconds = timeout_seconds
@@ -80,7 +80,7 @@ class HangDetector(Callback):
             what = f"The run ends with status {HANG_STATUS}." if self.abort else "It continues to wait."
             messages.error(
                 f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s "
-                f"(HangDetector). {what} The ranks are here:\n" + "\n".join(map(_told, reports, reports.values()))
+                f"(HangDetector). {what} Where each rank is:\n" + "\n".join(map(_told, reports, reports.values()))
             )
         if self.abort:
             sys.stdout.flush()

@@ -42,16 +42,16 @@ class LossGuard(Callback):
     given to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated keep the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
-    restores, and skips the batch when it comes again. If the weights are not finite, it skips the batch before instead,
-    whose gradient must have damaged them. If another batch then has a bad loss, the run first goes back one more
-    checkpoint, because the weights may have been damaged earlier; only after that is the batch blamed too. If this run
-    has not saved yet, it restarts from its ``ckpt_path``.
+    restores, and skips the batch when it comes again. If the weights are not finite, it skips the previous batch
+    instead, whose gradient must have damaged them. If another batch then has a bad loss, the run first goes back one
+    more checkpoint, because the weights may have been damaged earlier; it skips that batch only if this does not help.
+    If this run has not saved yet, it restarts from its ``ckpt_path``.
 
     ``"raise"`` ends the run with an error.
 
     *Cost.* The loss is read before the backward pass starts. On an accelerator the host waits there for the forward
     pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
-    change in training are copied each step. With several processes, each batch sums one number over the hosts.
+    change in training are copied each step. With several processes, one number per batch is summed across the hosts.
 
     Does not support manual optimization, ``training_step(dataloader_iter)``, or strategies that run a step in
     micro-batches.
@@ -67,7 +67,7 @@ class LossGuard(Callback):
             without running them. It is valid for one order of the data (seed and batch size).
         finite_only: whether a non-finite loss is bad.
         action: ``"skip"``, ``"rollback"`` or ``"raise"``.
-        max_events: an error ends the run after more bad batches than this; None means no limit.
+        max_events: more bad batches than this end the run with an error; None means no limit.
 
     Attributes:
         batches: step, loss and running mean (None before the first good loss) of each bad batch, by epoch and batch
@@ -441,7 +441,7 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             return _by_place(json.load(file)["batches"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"LossGuard(exclude_batches_path={path!r}) is not a file that LossGuard wrote ({type(error).__name__}: "
+            f"LossGuard: exclude_batches_path={path!r} is not a file that LossGuard wrote ({type(error).__name__}: "
             f"{error}). Remove the file to start without excluded batches."
         ) from None
 

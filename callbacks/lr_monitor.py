@@ -75,7 +75,8 @@ class LearningRateMonitor(Callback):
         elif self.log_momentum and not any(_momentum(o.param_groups[0]) for o in trainer.optimizers):
             messages.warn(
                 "LearningRateMonitor(log_momentum=True) logs 0, because no optimizer has a momentum. Give one to the "
-                "optimizer, or leave log_momentum out."
+                "optimizer, or leave log_momentum out.",
+                messages.ValueWarning,
             )
         self._logged_at.clear()
         names = [name for optimizer in trainer.optimizers for name, _ in self._groups(trainer, optimizer)]

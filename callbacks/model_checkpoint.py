@@ -45,15 +45,15 @@ class ModelCheckpoint(CheckpointKeeper):
 
     *Background saves.* At most one write is in flight, and the next save waits for it. If a write fails, the next save
     raises its error, at the latest when the fit ends. With one process and an interval of steps or time (or
-    ``async_save=True``) the error is raised after the next batch. A fit that an exception ends finishes the write.
-    Files that the new one replaces are deleted when it is on disk.
+    ``async_save=True``) the error is raised after the next batch. If an exception ends the fit, the write is finished
+    first. Files that the new one replaces are deleted when it is on disk.
 
     *Resume.* The ranking continues. Paths are saved relative to ``dirpath``, so the folder may be moved. Files that are
-    neither there nor next to the checkpoint resumed from leave the ranking.
+    neither there nor next to the checkpoint that the fit resumed from leave the ranking.
 
     Args:
-        dirpath: a folder, or an address such as ``s3://bucket/run``; default ``checkpoints`` in ``trainer.log_dir``, or
-            in ``default_root_dir`` if that is an address or there is no logger.
+        dirpath: a folder, or a URL such as ``s3://bucket/run``; default ``checkpoints`` in ``trainer.log_dir``, or in
+            ``default_root_dir`` if that is a URL or there is no logger.
         filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
             ``epoch`` and ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
         monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"`` the newest are
@@ -158,8 +158,8 @@ class ModelCheckpoint(CheckpointKeeper):
         self._begin(trainer.global_step)
         if self.save_on_train_epoch_end is False and self._by_epoch and not trainer.enable_validation:
             messages.warn_once(
-                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so it "
-                "will save no epoch. Remove the argument, or pass validation data."
+                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so no "
+                "epoch will be saved. Remove the argument, or pass validation data."
             )
 
     def on_train_batch_end(
@@ -289,7 +289,7 @@ def _check_rhythm(**arguments: Any) -> None:
         value = arguments[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(
-                f"ModelCheckpoint({name}={value!r}) is not an interval. Pass a whole number of at least 1, or 0 for "
+                f"ModelCheckpoint: {name}={value!r} is not an interval. Pass a whole number of at least 1, or 0 for "
                 "never."
             )
     # A time of zero is an interval; a count of zero is not.

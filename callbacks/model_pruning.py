@@ -42,22 +42,22 @@ class ModelPruning(Callback):
             subclass of ``BasePruningMethod`` (with ``use_global_unstructured``) or a function
             ``fn(module, name, amount)`` (without).
         parameters_to_prune: pairs of a module and a parameter's name; None means all in ``parameter_names``.
-        parameter_names: of which parameters to prune: ``"weight"``, ``"bias"`` or both, which is the default.
+        parameter_names: names of the parameters to prune: ``"weight"``, ``"bias"`` or both (the default).
         use_global_unstructured: compare all parameters with each other instead of each tensor within itself.
-        amount: a fraction (float) or a number (int) of the weights that are left, or a function of the epoch.
+        amount: a fraction (float) or a number (int) of the remaining weights, or a function of the epoch.
         apply_pruning: whether to prune at all, or a function of the epoch.
-        make_pruning_permanent: at the end of the training make the pruned weights plain parameters again.
-        use_lottery_ticket_hypothesis: after each pruning, or where a function of the epoch returns True, set the
-            remaining weights back to their values at the start of the training.
-        resample_parameters: set them to new random values instead, with the module's ``reset_parameters``.
+        make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
+        use_lottery_ticket_hypothesis: after each pruning, or where a function of the epoch returns True, reset the
+            remaining weights to their values at the start of training.
+        resample_parameters: reset them to new random values instead, with the module's ``reset_parameters``.
         pruning_dim: dimension of the rows or channels that a structured method removes.
         pruning_norm: the ``n`` of ``"ln_structured"``.
-        verbose: 1 prints the fraction of pruned weights after each pruning, 2 also prints that of each parameter.
+        verbose: 1 prints the fraction of pruned weights after each pruning, 2 also prints it for each parameter.
         prune_on_train_epoch_end: prune at the end of training epochs; otherwise at the end of validations.
 
     Raises:
-        ValueError: for arguments that do not go together.
-        TypeError: ``pruning_fn`` is not one of these.
+        ValueError: the arguments contradict each other.
+        TypeError: ``pruning_fn`` is none of the above.
         RuntimeError: the parameters are sharded.
     """
 
@@ -84,9 +84,7 @@ class ModelPruning(Callback):
             if name not in self.PARAMETER_NAMES:
                 raise ValueError(messages.unknown("name in ModelPruning's parameter_names", name, self.PARAMETER_NAMES))
         if verbose not in (0, 1, 2):
-            raise ValueError(
-                f"ModelPruning(verbose={verbose!r}) is none of 0 (nothing), 1 (totals) and 2 (everything)."
-            )
+            raise ValueError(f"ModelPruning: verbose={verbose!r} is not 0 (nothing), 1 (totals) or 2 (everything).")
         self.pruning_fn = _function(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._method_name = _name(pruning_fn)
         self.use_global_unstructured = use_global_unstructured
@@ -106,7 +104,7 @@ class ModelPruning(Callback):
     # ---- what to prune -----------------------------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Pair] = ()) -> Sequence[Pair]:
-        """Return those of the parameters that are to be pruned; override it to leave some out."""
+        """Return the parameters to prune; override this to leave some out."""
         return parameters_to_prune
 
     @staticmethod
@@ -115,10 +113,10 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = None,
         parameter_names: Sequence[str] = (),
     ) -> list[Pair]:
-        """Check the given pairs of module and name; if there are none, return all of the module's with these names.
+        """Check the given (module, name) pairs; without any, return all of the module's parameters with these names.
 
         Raises:
-            ValueError: a pair names no parameter, a module is not a part of this one, or nothing is left to prune.
+            ValueError: a pair does not name a parameter, its module is not a submodule, or there is nothing to prune.
         """
         parts = {part: name for name, part in pl_module.named_modules() if name}
         if not parameters_to_prune:
@@ -134,7 +132,7 @@ class ModelPruning(Callback):
             if part not in parts:
                 raise ValueError(
                     f"ModelPruning(parameters_to_prune=...) names a {type(part).__name__} that is not a submodule of "
-                    f"the {type(pl_module).__name__} that is trained. Take it from the module passed to fit."
+                    f"the {type(pl_module).__name__} being trained. Take it from the module passed to fit."
                 )
             if not _is_parameter(part, name):
                 own = [known for known, _ in part.named_parameters(recurse=False)]
@@ -158,7 +156,7 @@ class ModelPruning(Callback):
     # ---- pruning -----------------------------------------------------------------------------------------------------
 
     def apply_pruning(self, amount: float) -> None:
-        """Prune ``amount`` of the weights that are left."""
+        """Prune ``amount`` of the remaining weights."""
         pairs = self._parameters_to_prune
         if any(hasattr(_trained(part, name), "to_local") for part, name in pairs):
             raise RuntimeError(
@@ -180,7 +178,7 @@ class ModelPruning(Callback):
             self._report(before, self._zeros(), amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the weights that are left back to their first values, or to new random ones."""
+        """Reset the remaining weights to their initial values, or to new random ones."""
         first = {part: _resampled(kept) if self._resample else kept for part, kept in self._original.items()}
         with torch.inference_mode(False), torch.no_grad():
             for part, name in self._parameters_to_prune:
@@ -219,7 +217,7 @@ class ModelPruning(Callback):
             self.apply_lottery_ticket_hypothesis()
 
     def _agree(self, suffix: str) -> None:
-        """Take the first process's masks or values: random numbers differ between processes."""
+        """Use rank 0's masks or values on every rank, because random numbers differ between processes."""
         if self._trainer is not None and self._trainer.world_size > 1:
             for part, name in self._parameters_to_prune:
                 own = getattr(part, name + suffix, None)
@@ -227,7 +225,7 @@ class ModelPruning(Callback):
                     own.copy_(self._trainer.strategy.broadcast_tensor(own.detach().clone()))
 
     def _zeros(self) -> list[tuple[int, int]]:
-        """Return the numbers of masked and of all weights of each parameter."""
+        """Return, for each parameter, the number of masked weights and the number of all weights."""
         pairs = self._parameters_to_prune
         masks = [getattr(part, f"{name}_mask", None) for part, name in pairs]
         sizes = [_trained(part, name).numel() for part, name in pairs]
@@ -282,7 +280,7 @@ class ModelPruning(Callback):
                     getattr(self._original[part], name).copy_(section["original"][key])
 
     def _state(self, pl_module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return what the plain weights do not tell: the masks, the values behind them, and the first values."""
+        """Return what the plain weights do not contain: the masks, the masked values, and the initial values."""
         names = {part: name for name, part in pl_module.named_modules()}
         state: dict[str, dict[str, Tensor]] = {"masks": {}, "masked": {}, "original": {}}
         for part, name in self._parameters_to_prune:
@@ -300,7 +298,7 @@ class ModelPruning(Callback):
 
 
 class _KeptOrder:
-    """Context that gives parameters their places back, which the states of optimizers go by."""
+    """Context that restores the order of the parameters, because optimizer states depend on it."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._order = {part: [_plain(part, n) for n, _ in part.named_parameters(recurse=False)] for part, _ in pairs}
@@ -341,7 +339,7 @@ def _trained(part: nn.Module, name: str) -> Tensor:
 
 
 def _refresh(part: nn.Module, name: str) -> None:
-    """Compute a pruned weight again: torch does so only in the next forward pass."""
+    """Recompute a pruned weight; torch would do so only in the next forward pass."""
     if _is_pruned(part, name):
         setattr(part, name, (getattr(part, f"{name}_mask") * getattr(part, f"{name}_orig")).detach())
 
@@ -369,7 +367,7 @@ def _resampled(part: nn.Module) -> nn.Module:
 
 
 def _load_plain(part: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load plain weights into a module that is pruned; ``on_load_checkpoint`` restores the masks then."""
+    """Load plain weights into a module that is pruned; ``on_load_checkpoint`` then restores the masks."""
     for _part, name in _pruned_in(part):
         if prefix + name in state_dict:
             weight = state_dict.pop(prefix + name)
@@ -383,19 +381,19 @@ def _name(pruning_fn: Any) -> str:
 
 
 def _function(given: Any, everywhere: bool, dim: int | None, norm: int | None) -> Any:
-    """Return what prunes: a method's class for all parameters together, else ``fn(module, name=, amount=)``."""
+    """Return a method's class to prune all parameters together, else a function ``fn(module, name=, amount=)``."""
     if isinstance(given, str):
         _check_name(given, dim, norm)
     elif not callable(given):
         raise TypeError(
-            f"ModelPruning(pruning_fn={given!r}) is {messages.a(given)}. Pass {messages.names(tuple(_METHODS))}, a "
+            f"ModelPruning: pruning_fn={given!r} is {messages.a(given)}. Pass {messages.names(tuple(_METHODS))}, a "
             "subclass of torch.nn.utils.prune.BasePruningMethod, or a function fn(module, name, amount)."
         )
     if everywhere:
         return _method(given)
     if inspect.isclass(given):
         raise ValueError(
-            f"ModelPruning({_name(given)}) is a class, which prunes all parameters together. Pass "
+            f"ModelPruning: {_name(given)} is a class, which prunes all parameters together. Pass "
             "use_global_unstructured=True, or a function fn(module, name, amount)."
         )
     if not isinstance(given, str):
@@ -411,7 +409,7 @@ def _check_name(name: str, dim: int | None, norm: int | None) -> None:
         raise ValueError(messages.unknown("pruning_fn", name, tuple(_METHODS), ", or pass a method or a function"))
     if name.endswith("_structured") and dim is None:
         raise ValueError(
-            f"ModelPruning({name!r}) removes whole rows or channels: say of which dimension, with pruning_dim=0."
+            f"ModelPruning({name!r}) removes whole rows or channels. Pass their dimension, such as pruning_dim=0."
         )
     if name == "ln_structured" and norm is None:
         raise ValueError("ModelPruning('ln_structured') needs pruning_norm, the n of the norm, such as 1 or 2.")
@@ -421,12 +419,12 @@ def _method(given: Any) -> type[prune.BasePruningMethod]:
     method = _METHODS.get(given, given) if isinstance(given, str) else given
     if not (inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)):
         raise ValueError(
-            f"ModelPruning({_name(given)}) is a function, which prunes one parameter at a time. Pass "
+            f"ModelPruning: {_name(given)} is a function, which prunes one parameter at a time. Pass "
             "use_global_unstructured=False, or a subclass of torch.nn.utils.prune.BasePruningMethod."
         )
     if getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise ValueError(
-            f"ModelPruning({_name(given)}) is a structured method, which cannot compare all parameters with each "
+            f"ModelPruning: {_name(given)} is a structured method, which cannot compare all parameters with each "
             "other. Pass use_global_unstructured=False."
         )
     return method

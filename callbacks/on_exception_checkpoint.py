@@ -21,7 +21,7 @@ class OnExceptionCheckpoint(Checkpoint):
     a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
-        dirpath: a folder, or an address such as ``s3://bucket/run``.
+        dirpath: a folder, or a URL such as ``s3://bucket/run``.
         filename: name without suffix.
     """
 
@@ -30,7 +30,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
             raise ValueError(
-                f"OnExceptionCheckpoint(filename={filename!r}) is empty, so the file would have no name. Pass a name "
+                f"OnExceptionCheckpoint: filename={filename!r} is empty, so the file would have no name. Pass a name "
                 "without suffix, or leave the argument out for 'on_exception'."
             )
         self.dirpath = storage.absolute(dirpath)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
@@ -12,7 +13,26 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+class WriteInterval(str, Enum):
+    """When a :class:`BasePredictionWriter` writes; each equals its string."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether it writes after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether it writes at the end of the run."""
+        return self is not WriteInterval.BATCH
+
+
+_INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
@@ -38,7 +58,7 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         if write_interval not in _INTERVALS:
             raise ValueError(messages.unknown("write_interval", write_interval, _INTERVALS))
-        self.interval = write_interval
+        self.interval = WriteInterval(write_interval)
         self._predictions: list[list[Any]] = []
 
     def write_on_batch_end(
@@ -53,7 +73,7 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Store what ``predict_step`` returned for one batch, which is still on its device.
 
-        ``batch_indices`` are the indices of its samples in the data set, or None if the loader has no batch sampler.
+        ``batch_indices`` are the indices of its samples in the dataset, or None if the loader has no batch sampler.
         """
         raise NotImplementedError(self._unwritten("write_on_batch_end"))
 
@@ -68,21 +88,21 @@ class BasePredictionWriter(Callback):
 
         ``predictions`` are as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
         there are several. They are kept even with ``return_predictions=False``. ``batch_indices`` has for each loader a
-        list with each batch's indices in the data set.
+        list with each batch's indices in the dataset.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        for moment in ("batch", "epoch"):
+        for moment, due in (("batch", self.interval.on_batch), ("epoch", self.interval.on_epoch)):
             method = f"write_on_{moment}_end"
-            if moment in self.interval and overridden(self, method, BasePredictionWriter) is None:
+            if due and overridden(self, method, BasePredictionWriter) is None:
                 raise NotImplementedError(self._unwritten(method))
 
     def _unwritten(self, method: str) -> str:
         name = type(self).__name__
         return (
-            f"{name} has write_interval={self.interval!r}, which calls {method}, but does not define that method. "
-            f"Define {name}.{method}, or choose another write_interval ({messages.names(_INTERVALS)})."
+            f"{name} has write_interval={self.interval.value!r}, which calls {method}, but does not define that "
+            f"method. Define {name}.{method}, or choose another write_interval ({messages.names(_INTERVALS)})."
         )
 
     def on_predict_batch_end(
@@ -94,17 +114,17 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self.interval != "epoch":
+        if self.interval.on_batch:
             indices = trainer.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if self.interval != "batch":
+        if self.interval.on_epoch:
             self._predictions[dataloader_idx].append(outputs)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._predictions = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if self.interval == "batch":
+        if not self.interval.on_epoch:
             return
         kept, self._predictions = self._predictions, []
         predictions = kept if len(kept) > 1 else kept[0]

@@ -341,7 +341,7 @@ class DrawnProgressBar(ProgressBar):
         super().__init__()
         if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int) or refresh_rate < 0:
             raise ValueError(
-                f"{type(self).__name__}(refresh_rate={refresh_rate!r}) is not a number of batches. "
+                f"{type(self).__name__}: refresh_rate={refresh_rate!r} is not a number of batches. "
                 "Pass an integer: 1 to draw as often as the clock allows, n for every n batches, 0 for no bar."
             )
         self._refresh_rate = refresh_rate

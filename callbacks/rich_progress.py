@@ -61,7 +61,7 @@ class RichProgressBarTheme:
             format(1.0, self.metrics_format)
         except ValueError as error:
             raise ValueError(
-                f"RichProgressBarTheme(metrics_format={self.metrics_format!r}) cannot format a float: {error}. "
+                f"RichProgressBarTheme: metrics_format={self.metrics_format!r} cannot format a float: {error}. "
                 'Use a format such as ".3f".'
             ) from None
 
@@ -99,7 +99,7 @@ class RichProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
             raise TypeError(
-                f"RichProgressBar(theme={theme!r}) is {messages.a(theme)}. "
+                f"RichProgressBar: theme={theme!r} is {messages.a(theme)}. "
                 'Pass a RichProgressBarTheme, such as RichProgressBarTheme(progress_bar="green").'
             )
         self._theme = theme or RichProgressBarTheme()

@@ -47,7 +47,7 @@ class RunReport(Callback):
     there was one. No logger is required.
 
     Rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values go to
-    the loggers. The host never waits for the device, so on a GPU step times are those that the host sees.
+    the loggers. The host never waits for the device, so on a GPU step times are what the host sees.
 
     Args:
         dirpath: the folder; None means the run's folder (``trainer.log_dir``).
@@ -61,8 +61,8 @@ class RunReport(Callback):
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         if dirpath is not None and storage.is_remote(dirpath):
             raise ValueError(
-                f"RunReport(dirpath={os.fspath(dirpath)!r}) is a remote address, but the record is a local file that "
-                "is extended line by line. Give a local or mounted folder."
+                f"RunReport: dirpath={os.fspath(dirpath)!r} is a remote URL, but the record is a local file that "
+                "is extended line by line. Pass a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
         self._clock = Clock()
@@ -215,7 +215,7 @@ class RunReport(Callback):
 
     @staticmethod
     def _write_page(record: Path) -> None:
-        """Make the page. A failure to make it does not fail the run."""
+        """Write the page. A failure to write it does not fail the run."""
         from ..report.history import read
         from ..report.run_page import single, write
 
@@ -223,8 +223,8 @@ class RunReport(Callback):
             path = write(record.with_suffix(".html"), single(read(record)))
         except Exception as error:
             messages.warn(
-                f"The page about this run could not be made ({type(error).__name__}: {error}). Its record is complete: "
-                f"try `paceline report {record}`."
+                f"The page about this run could not be created ({type(error).__name__}: {error}). Its record is "
+                f"complete: try `paceline report {record}`."
             )
             return
         messages.info_once(f"Report of the run: {messages.path(path)}")

@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging: the mean of the last epochs' weights, with a schedule of its own."""
+"""Callback for stochastic weight averaging: the mean of the last epochs' weights, with its own schedule."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class StochasticWeightAveraging(Callback):
             raise ValueError(messages.unknown("annealing_strategy", annealing_strategy, ("cos", "linear")))
         if avg_fn is not None and not callable(avg_fn):
             raise TypeError(
-                f"{name}(avg_fn={avg_fn!r}) cannot be called. "
-                "Give a function of (average, current, n_averaged) that returns a tensor, or None for the mean."
+                f"{name}: avg_fn={avg_fn!r} is not callable. Pass a function of (average, current, n_averaged) that "
+                "returns a tensor, or None for the mean."
             )
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
@@ -154,7 +154,7 @@ class StochasticWeightAveraging(Callback):
         if isinstance(start, float):
             if trainer.max_epochs is None or trainer.max_epochs < 0:
                 raise ValueError(
-                    f"{type(self).__name__}(swa_epoch_start={start}) is a fraction of max_epochs, but this run has "
+                    f"{type(self).__name__}: swa_epoch_start={start} is a fraction of max_epochs, but this run has "
                     f"max_epochs={trainer.max_epochs}. Set max_epochs, or give the first epoch as an integer."
                 )
             start = int(trainer.max_epochs * start)
@@ -179,8 +179,8 @@ class StochasticWeightAveraging(Callback):
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
         if isinstance(rates, list) and len(rates) != groups:
             raise ValueError(
-                f"{type(self).__name__}(swa_lrs={rates}) gives {len(rates)} learning rates, but the optimizer of "
-                f"{type(pl_module).__name__} has {groups} parameter groups. Give one for each, or one number for all."
+                f"{type(self).__name__}: swa_lrs={rates} gives {len(rates)} learning rates, but the optimizer of "
+                f"{type(pl_module).__name__} has {groups} parameter groups. Pass one for each, or one number for all."
             )
         scheduler = SWALR(
             optimizer,
@@ -256,25 +256,25 @@ def _check_rates(owner: str, rates: Any) -> None:
     values = rates if isinstance(rates, list) else [rates]
     if not values or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
         raise TypeError(
-            f"{owner}(swa_lrs={rates!r}) is not a learning rate. Give a positive number, or a list with a positive "
+            f"{owner}: swa_lrs={rates!r} is not a learning rate. Pass a positive number, or a list with a positive "
             "number for each parameter group."
         )
     if not all(0 < v < math.inf for v in values):
         raise ValueError(
-            f"{owner}(swa_lrs={rates!r}) contains a learning rate that cannot train. Give positive, finite numbers."
+            f"{owner}: swa_lrs={rates!r} contains a learning rate that cannot train. Pass positive, finite numbers."
         )
 
 
 def _check_start(owner: str, start: Any) -> None:
     if isinstance(start, bool) or not isinstance(start, (int, float)):
         raise TypeError(
-            f"{owner}(swa_epoch_start={start!r}) is {messages.a(start)}. "
-            "Give the first epoch to average, an integer counted from 1, or a fraction of max_epochs from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start!r} is {messages.a(start)}. "
+            "Pass the first epoch to average, an integer counted from 1, or a fraction of max_epochs from 0.0 to 1.0."
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(
-            f"{owner}(swa_epoch_start={start}) is out of range: an integer counts epochs from 1, a float is a fraction "
-            "of max_epochs. Give an integer of at least 1 or a float from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start} is out of range: an integer counts epochs from 1, a float is a fraction "
+            "of max_epochs. Pass an integer of at least 1 or a float from 0.0 to 1.0."
         )
 
 

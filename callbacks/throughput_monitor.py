@@ -183,12 +183,12 @@ class ThroughputMonitor(Callback):
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if function is not None and not callable(function):
                 raise TypeError(
-                    f"ThroughputMonitor({name}={function!r}) is not a function. "
+                    f"ThroughputMonitor: {name}={function!r} is not a function. "
                     "Pass one that takes a batch and returns a number, or None."
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor(window_size={window_size!r}) is not a number of batches to average over. Pass an "
+                f"ThroughputMonitor: window_size={window_size!r} is not a number of batches to average over. Pass an "
                 "integer of at least 2."
             )
         self.batch_size_fn = batch_size_fn or _batch_size
@@ -203,7 +203,7 @@ class ThroughputMonitor(Callback):
         if stage != "predict":
             self._require_logger(trainer)
         device = trainer.strategy.device
-        self._peak = peak_flops(device, _compute_dtype(trainer.strategy.precision.name))
+        self._peak = peak_flops(device, compute_dtype(trainer.strategy.precision.name))
 
     def _count(self, trainer: Trainer, with_flops: bool = False) -> _Count:
         # One more than the batches: the start is the first mark.
@@ -376,7 +376,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
     return None
 
 
-def _compute_dtype(precision: str) -> str:
+def compute_dtype(precision: str) -> str:
     """Return the dtype of matrix products with a precision such as ``"bf16-mixed"``."""
     kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
     dtype = kinds.get(precision.split("-")[0], "float32")

@@ -54,7 +54,7 @@ class Timer(Callback):
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
             raise ValueError(
-                f"Timer(grace_seconds={grace_seconds!r}) is not a valid number of seconds. Pass the seconds that the "
+                f"Timer: grace_seconds={grace_seconds!r} is not a valid number of seconds. Pass the seconds that the "
                 "last step and its checkpoint take, or 0."
             )
         self._grace = grace_seconds
@@ -156,7 +156,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"The time limit is reached after {elapsed}. Training stops.")
+            messages.info(f"The time limit was reached after {elapsed}. Training stops.")
         self._announced = True
 
 
@@ -168,7 +168,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
         what: name of the argument, for the error.
 
     Raises:
-        ValueError: if the text, a key or the sign is wrong.
+        ValueError: if the string, a key or the sign is wrong.
         TypeError: for other types.
     """
     if isinstance(value, str):
@@ -188,7 +188,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
     if not isinstance(value, timedelta):
         raise TypeError(
             f"{what} got {value!r} of type {type(value).__name__}, whose unit is unknown. "
-            "Pass a timedelta(seconds=...), a text 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
+            "Pass a timedelta(seconds=...), a string 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
         )
     if value < timedelta(0):
         raise ValueError(f"{what} got {value!r}, which is negative. Pass a duration of zero or more.")

@@ -25,8 +25,6 @@ from .progress import (
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
-
 
 class TQDMProgressBar(DrawnProgressBar):
     """Bars drawn with tqdm in a terminal or as notebook widgets; occasional plain lines in other output.
@@ -44,6 +42,9 @@ class TQDMProgressBar(DrawnProgressBar):
         ModuleNotFoundError: tqdm is not installed.
     """
 
+    #: Layout of every bar, for ``tqdm(bar_format=)``.
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         try:
             missing = importlib.util.find_spec("tqdm") is None
@@ -57,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
-                f"TQDMProgressBar(process_position={process_position!r}) is not a number of lines. "
+                f"TQDMProgressBar: process_position={process_position!r} is not a number of lines. "
                 "Pass 0, or how many lines of the terminal belong to other runs."
             )
         if refresh_rate > 0:
@@ -127,7 +128,7 @@ class TQDMProgressBar(DrawnProgressBar):
             leave=leave,
             dynamic_ncols=True,
             file=sys.stdout,
-            bar_format=_FORMAT,
+            bar_format=self.BAR_FORMAT,
             mininterval=0,
             miniters=1,
             smoothing=0.1,

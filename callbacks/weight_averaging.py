@@ -205,12 +205,12 @@ def checked_device(owner: str, device: torch.device | str | int | None) -> torch
             return torch.device(device)
         except RuntimeError as error:
             raise ValueError(
-                f"{owner}(device={device!r}) is not a device that PyTorch knows. Give 'cpu', 'cuda', 'cuda:0' or a "
+                f"{owner}: device={device!r} is not a device that PyTorch knows. Pass 'cpu', 'cuda', 'cuda:0' or a "
                 "torch.device, or None for the device of the weights."
             ) from error
     raise TypeError(
-        f"{owner}(device={device!r}) is {messages.a(device)}, not a device. "
-        "Give a name such as 'cpu', a torch.device, or None for the device of the weights."
+        f"{owner}: device={device!r} is {messages.a(device)}, not a device. "
+        "Pass a name such as 'cpu', a torch.device, or None for the device of the weights."
     )
 
 
@@ -218,11 +218,11 @@ def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
     """Return ``value`` if it is an integer of at least ``minimum``, else raise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{owner}({name}={value!r}) is {messages.a(value)}, but {name} is a count. Give an integer of at least "
+            f"{owner}: {name}={value!r} is {messages.a(value)}, but {name} is a count. Pass an integer of at least "
             f"{minimum}."
         )
     if value < minimum:
-        raise ValueError(f"{owner}({name}={value}) is too small. Give an integer of at least {minimum}.")
+        raise ValueError(f"{owner}: {name}={value} is too small. Pass an integer of at least {minimum}.")
     return value
 
 
@@ -256,7 +256,7 @@ class WeightAveraging(Callback):
             self._check_argument(key, value)
         if kwargs.get("avg_fn") is not None and kwargs.get("multi_avg_fn") is not None:
             raise ValueError(
-                f"{name} got both avg_fn and multi_avg_fn, but only one of them can compute the average. Give avg_fn "
+                f"{name} got both avg_fn and multi_avg_fn, but only one of them can compute the average. Pass avg_fn "
                 "for one tensor at a time or multi_avg_fn for a list of them."
             )
         self._device = checked_device(name, device)
@@ -274,7 +274,7 @@ class WeightAveraging(Callback):
             )
         if value is not None and not callable(value):
             raise TypeError(
-                f"{name}({key}={value!r}) cannot be called. Give a function such as "
+                f"{name}: {key}={value!r} is not callable. Pass a function such as "
                 "torch.optim.swa_utils.get_ema_multi_avg_fn(0.99) for multi_avg_fn, or None for the equal mean."
             )
 
@@ -445,7 +445,7 @@ class EMAWeightAveraging(WeightAveraging):
     Args:
         device: device of the average; None keeps it with the weights.
         use_buffers: average floating-point buffers (BatchNorm statistics) too.
-        decay: fraction of the average that remains at an update, in [0, 1].
+        decay: fraction of the average to keep at each update, in [0, 1].
         update_every_n_steps: optimizer steps from one update to the next.
         update_starting_at_step: index (0-based) of the optimizer step of the first update; None means the first step.
         update_starting_at_epoch: index (0-based) of the first epoch whose end is an update too; None means no epoch's.
@@ -469,12 +469,12 @@ class EMAWeightAveraging(WeightAveraging):
         name = type(self).__name__
         if isinstance(decay, bool) or not isinstance(decay, (int, float)):
             raise TypeError(
-                f"{name}(decay={decay!r}) is {messages.a(decay)}, but decay is the fraction of the average that "
-                "remains at an update. Give a number from 0 to 1, such as 0.999."
+                f"{name}: decay={decay!r} is {messages.a(decay)}, but decay is the fraction of the average to keep at "
+                "each update. Pass a number from 0 to 1, such as 0.999."
             )
         if not 0 <= decay <= 1:
             raise ValueError(
-                f"{name}(decay={decay}) is outside [0, 1]. Give the fraction of the average that remains at an update, "
+                f"{name}: decay={decay} is outside [0, 1]. Pass the fraction of the average to keep at each update, "
                 "such as 0.999."
             )
         super().__init__(device, use_buffers, **kwargs)

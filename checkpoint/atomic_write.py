@@ -24,7 +24,7 @@ _TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{12}|[0-9a-f]{32})\.tmp")
 
 @contextmanager
 def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
-    """Context that yields a local path; write a synced file there, and at the end of the block it replaces ``target``.
+    """Context that yields a local path; a synced file written there replaces ``target`` at the end of the block.
 
     If the block raises, the file is deleted and ``target`` is unchanged. ``new`` is as for :func:`take_place`.
     """
@@ -61,7 +61,7 @@ def remove_temporaries(folder: Location) -> None:
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
     """Rename ``temporary`` to ``target``, delete what had that name before, and sync the folder.
 
-    If ``target`` is an address, the file is uploaded. With ``new``, ``target`` must not exist yet.
+    If ``target`` is a URL, the file is uploaded. With ``new``, ``target`` must not exist yet.
 
     Raises:
         FileExistsError: with ``new``, something has been created at ``target``. It is left unchanged.
@@ -74,7 +74,7 @@ def take_place(temporary: Path, target: Location, new: bool = False) -> None:
         raise _saved_meanwhile(target)
     target.upload(temporary)
     temporary.unlink()
-    if manifest.is_folder(target):  # at an address a file and a folder can have the same name
+    if manifest.is_folder(target):  # at a URL a file and a folder can have the same name
         storage.remove_all(target.files_below())
 
 

@@ -1,4 +1,4 @@
-"""How checkpoints of one file are written, read and removed: a plugin of ``Trainer(plugins=[...])``."""
+"""How single-file checkpoints are written, read and removed: a plugin for ``Trainer(plugins=[...])``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .snapshot import Buffers
 
 
 class CheckpointIO(ABC):
-    """Base class of your own way to write and read checkpoints.
+    """Base class for your own way to write and read checkpoints.
 
-    A strategy that writes a folder, each process its part, does not use it. What ``load_checkpoint`` returns is what
-    ``save_checkpoint`` was given. ``paceline checkpoint`` and ``ckpt_path="last"`` know only what
-    :class:`TorchCheckpointIO` writes.
+    Strategies that write a folder, to which each process writes its shards, do not use it. ``load_checkpoint`` must
+    return what ``save_checkpoint`` was given. ``paceline checkpoint`` and ``ckpt_path="last"`` only understand files
+    that :class:`TorchCheckpointIO` writes.
     """
 
-    #: Whether training continues while a checkpoint is written; None: if that is the quicker way.
+    #: Whether training continues while a checkpoint is written; None: if that is faster.
     in_background: ClassVar[bool | None] = False
 
     @property
@@ -33,9 +33,9 @@ class CheckpointIO(ABC):
         """Write a checkpoint, on rank 0.
 
         Args:
-            checkpoint: the state of a run: numbers, texts, tensors and containers of them.
-            path: of the file.
-            storage_options: what ``Trainer.save_checkpoint`` was given.
+            checkpoint: the state of a run: numbers, strings, tensors and containers of them.
+            path: path of the file.
+            storage_options: the argument of ``Trainer.save_checkpoint``.
         """
 
     @abstractmethod
@@ -43,7 +43,7 @@ class CheckpointIO(ABC):
         """Read a checkpoint, on every rank.
 
         Args:
-            path: of the file.
+            path: path of the file.
             map_location: device of the tensors, as for ``torch.load``; None: the CPU.
             weights_only: as for ``torch.load``.
         """
@@ -53,11 +53,11 @@ class CheckpointIO(ABC):
         """Remove a checkpoint, on rank 0."""
 
     def teardown(self) -> None:
-        """Let go of what is held, when a run ends."""
+        """Release resources when a run ends."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Paceline's own: one file that ``torch.load`` reads, with checksums, written whole or not at all."""
+    """Paceline's own format: one file that ``torch.load`` reads, with checksums, written completely or not at all."""
 
     in_background = None
 
@@ -68,9 +68,9 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
+                f"save_checkpoint(storage_options={storage_options!r}): storage options come from the environment and "
                 "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out, or "
-                "pass Trainer(plugins=[...]) a CheckpointIO that uses them."
+                "pass a CheckpointIO that uses it in Trainer(plugins=[...])."
             )
         single_file.write(checkpoint, path)
 
@@ -82,7 +82,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Writes in the background what another CheckpointIO writes; the tensors are copied first.
+    """Runs another CheckpointIO's writes in the background; the tensors are copied first.
 
     Args:
         checkpoint_io: writes and reads; None: :class:`TorchCheckpointIO`.

@@ -62,5 +62,5 @@ def _written(value: Tensor | float, spec: str) -> str:
     number = value.item() if isinstance(value, Tensor) else value
     if _takes(number, spec):
         return format(number, spec)
-    # A format for whole numbers, and a metric that is not a whole number.
+    # The format is for whole numbers, but the metric is not a whole number.
     return format(round(number), spec) if math.isfinite(number) else str(number)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
     """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
-    ``reused``: whether the module is that of the previous run; then None means its best checkpoint, if there is one.
+    ``reused``: whether the previous run used the same module; None then means its best checkpoint, if there is one.
     """
     if ckpt_path is None:
         return _best(run) if reused and fn != "fit" else None
@@ -57,11 +57,11 @@ def _newest(run: Run, word: str, fn: str) -> Location | None:
         say = messages.info if harmless and word == "auto" else messages.warn
         where = ", ".join(map(str, folders))
         found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has left a checkpoint"
-        broken = f" Passed over: {listed}." if listed else ""
+        broken = f" Skipped: {listed}." if listed else ""
         say(f"ckpt_path={word!r}: {found}; the run starts fresh.{broken}")
     elif listed:
         say = messages.info if harmless else messages.warn
-        say(f"ckpt_path={word!r} passed over {listed} and uses {chosen}.")
+        say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")
     return chosen
 
 
@@ -69,7 +69,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """The newest of these checkpoints that a run can start from, and the newer ones that it cannot use, with why."""
+    """The newest checkpoint that a run can start from, and the newer ones that it cannot, each with the reason."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -80,10 +80,10 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Checkpoints in the order to try them, with their manifests; and those that cannot be read, with why.
+    """Checkpoints in the order to try them, with their manifests; and unreadable ones, each with the reason.
 
-    They are ordered by the number of their save, so that a clock that was set back does not matter. Files of other
-    tools have no such number and come last, ordered by time.
+    They are ordered by save number, so that a clock that was set back does not matter. Other tools' files have no such
+    number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}
@@ -138,9 +138,9 @@ def newer_of_its_run(path: Location) -> Location | None:
 
 
 def highest_sequence(run: Run) -> int:
-    """The highest number of a save in the folders of this run, 0 if there is none.
+    """The highest save number in this run's folders; 0 if there is none.
 
-    Of earlier runs, in version folders, only the newest that saved anything is looked at: it began above the others.
+    Of earlier runs (in version folders) only the newest that saved anything is read: its numbers are the highest.
     """
     own, earlier = _folders(run)
     highest = _highest(run, own)
@@ -160,14 +160,14 @@ def _checkpoints(run: Run, folders: Iterable[Location]) -> Iterator[Location]:
 
 
 def _savers(run: Run) -> list[Any]:
-    """The callbacks that have a folder for checkpoints, known or not yet."""
+    """The callbacks that save checkpoints to a folder, even if the folder is not known yet."""
     return [callback for callback in run.trainer.callbacks if hasattr(callback, "dirpath")]
 
 
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
-    """The folders the callbacks save to; and, if one is (or will be) the default folder, those of earlier runs.
+    """The folders that callbacks save to; and, if one is (or will be) the default folder, earlier runs' folders.
 
-    This does not fix any folder yet: a fit that resumes uses the loggers' folders of the run that it continues.
+    This does not settle any folder yet: a resumed fit uses the logger folders of the run that it resumes.
     """
     root = run.trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(run)]

@@ -1,4 +1,4 @@
-"""Lock folders so that only one run at a time resumes in one: a second run must not resume from an active run."""
+"""Lock folders so that only one run at a time resumes in a folder: no run may resume from an active run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAIT_SECONDS = 15.0
 class Claims:
     """Locks on the folders that a run writes to; the system releases them when the process ends.
 
-    A run that starts fresh shares a folder with others, because it uses unused file names. A run that resumes from the
+    A run that starts fresh can share a folder, because it only uses new file names. A run that resumes from the
     newest checkpoint in a folder needs an exclusive lock when it begins. On file systems without such locks (some
     network file systems) nothing is refused.
     """
@@ -30,10 +30,10 @@ class Claims:
         self._held: dict[str, int] = {}
 
     def take(self, folders: Iterable[str], alone: bool = False) -> bool:
-        """Lock folders until :meth:`release`; folders that do not exist yet are skipped.
+        """Lock folders until :meth:`release`.
 
-        Folders that do not exist yet and remote addresses are skipped. With ``alone``, check that no other run holds
-        them now. Returns whether it is certain that no other run held them.
+        Folders that do not exist yet and remote URLs are skipped. With ``alone``, check that no other run holds them
+        now. Returns whether it is certain that no other run held them.
 
         Raises:
             BlockingIOError: another run holds one of them, and did not release it in time.
@@ -70,8 +70,8 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder, so this one cannot resume from them: both "
-                    "would train the same steps. Wait for the other run or stop it, or give this one another folder "
+                    "Another run is writing checkpoints to this folder, so this run cannot resume from them: both "
+                    "would train the same steps. Wait for the other run or stop it, or give this run another folder "
                     "(default_root_dir, dirpath). Folder",
                     folder,
                 ) from None

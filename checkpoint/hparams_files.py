@@ -14,8 +14,8 @@ def read_hparams(path: Path) -> dict[str, Any]:
     """The values of a ``.yaml``, ``.yml`` or ``.csv`` file.
 
     Raises:
-        ValueError: another type of file.
-        ModuleNotFoundError: YAML without the package pyyaml.
+        ValueError: the file has another type.
+        ModuleNotFoundError: the file is YAML and pyyaml is not installed.
     """
     kind = path.suffix.lower()
     if kind == ".csv":
@@ -57,11 +57,11 @@ def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write values to a YAML file, in a folder that exists.
+    """Write values to a YAML file in an existing folder.
 
     Args:
         config_yaml: path of the file.
-        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot hold are written as text.
+        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot store are written as text.
         use_omegaconf: write a container with its interpolations.
 
     Raises:
@@ -72,7 +72,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
     path = Path(config_yaml)
     if not path.parent.is_dir():
         raise RuntimeError(
-            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Make it first."
+            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Create it first."
         )
     if type(hparams).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""Store the arguments with which a module or data module was made, for logs and checkpoints."""
+"""Store the arguments that a module or data module was created with, for logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import messages
 
-#: Hyperparameters that say that a command line made the object, and of which class if it was chosen there.
+#: Hyperparameters that mark an object as created by a command line, and name its class if it was chosen there.
 COMMAND_LINE_KEYS = ("_instantiator", "_class_path")
 #: What a checkpoint says of hyperparameters that were an OmegaConf config.
 CONFIG = "omegaconf.DictConfig"
@@ -29,7 +29,7 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own.
-        arguments: plain data, where the real ones may be objects that a checkpoint cannot store.
+        arguments: plain data; the real arguments may be objects that a checkpoint cannot store.
     """
     token = _parsed.set((cls, arguments))
     try:
@@ -39,7 +39,7 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries can be read and set as attributes too.
+    """A dict whose entries can also be read and set as attributes.
 
     Example:
         >>> hparams = AttributeDict(lr=0.1)
@@ -101,9 +101,9 @@ class HyperparametersMixin:
     ) -> None:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args`` all arguments are stored, also those of every subclass or base class whose ``__init__`` is
-        running (a subclass's value wins); calls in a subclass and in its base class add up. Each name is stored with
-        its value at the time of the call.
+        Without ``args`` all arguments are stored, including the arguments of every subclass or base class whose
+        ``__init__`` is running (a subclass's value wins). Calls in a subclass and in its base class add up. Each name
+        is stored with its value at the time of the call.
 
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
@@ -247,7 +247,7 @@ def _copied(hparams: Any) -> Any:
 
 
 def _copy_of(value: Any) -> Any:
-    """A deep copy; the value itself if it cannot be copied or is a module, which would only cost memory."""
+    """A deep copy; the value itself if it cannot be copied, or is a module, whose copy would only cost memory."""
     if _is_module(value):
         return value
     try:
@@ -273,7 +273,7 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
 
 
 def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> None:
-    """Warn about a name to ignore that does not exist but is similar to one that does."""
+    """Warn if an ignored name does not exist but resembles one that does."""
     known = list(arguments)
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)

@@ -1,4 +1,4 @@
-"""Make an object from the hyperparameters that a command line stored: classes by name, with their arguments."""
+"""Create an object from the hyperparameters that a command line stored: classes by name, with their arguments."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
 
 
 def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
-    """Make an instance of a class, or of the subclass that the hyperparameters name.
+    """Create an instance of a class, or of the subclass that the hyperparameters name.
 
-    Every class among the arguments has to be one that the signature allows, and must already be imported.
+    Every class among the arguments must be allowed by the signature and already imported.
 
     Args:
         cls: the class.
-        hyperparameters: its arguments. Objects are given by class and arguments, as in a config file.
+        hyperparameters: its arguments. Objects are described by class and arguments, as in a config file.
 
     Raises:
         ModuleNotFoundError: jsonargparse is not installed.
@@ -57,8 +57,8 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
     for name in _class_paths(hyperparameters):
         if _imported(name) is None:
             raise ValueError(
-                f"The hyperparameters name the class {name!r}, which is not imported. A file cannot make a program "
-                "import code: import it before you load the file."
+                f"The hyperparameters name the class {name!r}, which is not imported. Loading a file never imports "
+                "code: import the class before you load the file."
             )
     arguments = {name: value for name, value in hyperparameters.items() if name not in COMMAND_LINE_KEYS}
     parser = ArgumentParser(exit_on_error=False)

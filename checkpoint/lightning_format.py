@@ -11,7 +11,7 @@ _TWO, _THREE = ("ready", "completed"), ("ready", "started", "completed")
 
 
 def loops(counters: dict[str, Any]) -> dict[str, Any]:
-    """Lightning's ``"loops"`` entry, made from the counters of a run."""
+    """Lightning's ``"loops"`` entry, built from the counters of a run."""
     in_epoch, steps, done = counters["next_batch"], counters["global_step"], counters["epoch_done"]
     completed = counters["epoch"]
     epoch = dict.fromkeys(_ALL, completed + (in_epoch > 0 or done))

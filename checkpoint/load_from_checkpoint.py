@@ -1,4 +1,4 @@
-"""``load_from_checkpoint``: make a module or data module from the hyperparameters in a file, and load its state."""
+"""``load_from_checkpoint``: create a module or data module from the hyperparameters in a file and load its state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
+    """Create an instance from a checkpoint: hyperparameters become ``__init__`` arguments, then the state is loaded.
 
     The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
@@ -116,7 +116,7 @@ def _config(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _attribute_dicts(value: Any) -> Any:
-    """The entries of a configuration object, which can be read as attributes too, at every depth."""
+    """The entries of a configuration object, readable as attributes at every depth."""
     if isinstance(value, dict):
         return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
     return value
@@ -126,16 +126,16 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     lacking = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if lacking and apart:
         raise TypeError(
-            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint has "
-            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file "
-            f"names. If you trust the file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
+            f"{', '.join(apart)} as pickled objects. A safe load does not open them, because that runs code that the "
+            f"file names. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
-            kept = "make it plain data, such as a name or numbers to build it from, which a checkpoint can hold"
+            kept = "make it plain data that a checkpoint can store, such as a name or numbers to build it from"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
             f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "

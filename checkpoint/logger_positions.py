@@ -31,8 +31,8 @@ def gather(run: Run) -> dict[str, Any]:
 def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
     """Let the loggers continue the records of the run that wrote a checkpoint, if possible. Call before using folders.
 
-    Rank 0 decides; every rank must call this. A run that resumes from an older one of its checkpoints becomes another
-    run from there on: it gets new folders, unless the user named its folder.
+    Rank 0 decides; every rank must call this. A run that resumes from a checkpoint other than its newest becomes a new
+    run: it gets new folders, unless the user named its folder.
     """
 
     def look() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
         if newer is not None:
             messages.info(
                 f"{path} is not the newest checkpoint of its run ({newer.name} is newer), so this fit is logged as a "
-                "new run, and the logs of the other run stay complete."
+                "new run, and the original run's logs stay intact."
             )
             return {}
         if found and not is_remote(path):
@@ -73,7 +73,7 @@ def restore(run: Run, section: Mapping[str, Any]) -> None:
 
 
 def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
-    """Each logger with its name in a checkpoint: its class and its number among loggers of that class."""
+    """Each logger with its name in a checkpoint: its class and its index among loggers of that class."""
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__

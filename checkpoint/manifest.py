@@ -49,7 +49,7 @@ class Manifest:
         world_size: number of processes of the run.
         versions: versions of paceline, torch and python.
         runs: the marks of the run that wrote it.
-        line: the mark of the callback that keeps it, the same in every run that resumed from another; else empty.
+        line: the mark of the callback that manages it, kept by every run that resumes; empty if there is none.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file of a folder (without the manifest), or of each record of a file.
     """
@@ -71,7 +71,7 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote addresses."""
+        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote URLs."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 
@@ -162,7 +162,7 @@ def read_folder(path: Location) -> Manifest:
     except FileNotFoundError:
         raise ValueError(f"its file {NAME!r} is missing") from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"its file {NAME!r} is not what was written ({error})") from error
+        raise ValueError(f"its file {NAME!r} has changed since it was written ({error})") from error
 
 
 def read_file(stream: IO[bytes]) -> Manifest | None:
@@ -189,7 +189,7 @@ def read_file(stream: IO[bytes]) -> Manifest | None:
 
 
 def _made(found: dict[str, Any]) -> Manifest:
-    """A manifest made from JSON; fields that a later version added are ignored."""
+    """A manifest from JSON data; fields that a later version added are ignored."""
     return Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
 
 

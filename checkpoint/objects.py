@@ -1,4 +1,4 @@
-"""Values of a checkpoint that are not plain data: pickled into a section that only a load of a trusted file opens.
+"""Checkpoint values that are not plain data: pickled into a section that is opened only for trusted files.
 
 Unpickling runs code that the file names (https://docs.python.org/3/library/pickle.html). A safe load reads the section
 as bytes and never opens it.
@@ -15,17 +15,17 @@ from .plain_data import plain
 
 #: Key of the section, in the part of a checkpoint that is Paceline's.
 SECTION = "objects"
-#: Entries whose own entries are looked at one by one.
+#: Entries whose own entries are checked one by one.
 _NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 #: Entries that hold a run's state, where an object is a mistake.
 _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_states", "lr_schedulers")
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint whose objects are in the section, by place.
+    """Return the checkpoint with its objects moved to the section, keyed by their place.
 
     Args:
-        checkpoint: with hyperparameters and whatever ``on_save_checkpoint`` added.
+        checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
 
     Raises:
         TypeError: an object cannot be pickled; the message says which one.
@@ -43,7 +43,7 @@ def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Whether a checkpoint can hold a value, as plain data or as an object."""
+    """Whether a checkpoint can store a value, as plain data or as an object."""
     try:
         _taken({}, "", value)
     except TypeError:
@@ -65,18 +65,18 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:
-    """The objects of a checkpoint, each with its type; those in the entry ``within`` by their own names."""
+    """The objects of a checkpoint, each with its type; with ``within``, only the objects in that entry."""
     start = f"{within}/" if within else ""
     section = checkpoint.get("paceline", {}).get(SECTION, {})
     return [f"{place.removeprefix(start)} ({one['type']})" for place, one in section.items() if place.startswith(start)]
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Put the objects back into their places, which runs code of the file.
+    """Put the objects back in their places. This runs code that the file names.
 
     Args:
         checkpoint: changed in place, and returned.
-        name: of the file.
+        name: name of the file.
     """
     for place, one in checkpoint.get("paceline", {}).get(SECTION, {}).items():
         key, _, inner = place.partition("/")

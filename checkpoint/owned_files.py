@@ -1,4 +1,4 @@
-"""Know which checkpoint files in a folder a run has written itself, and so may delete."""
+"""Track which checkpoint files in a folder this run wrote, so that it deletes only its own files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RunFiles:
     """Recognizes the files that a run wrote.
 
     Attributes:
-        folder: absolute path or address; ``""`` until it is known.
-        mark: a text unique to the run, stored in each of its checkpoints.
-        line: a text shared only by runs that each resumed from the newest checkpoint of the one before. It is stored in
-            the manifests of the files that are kept here, not of files that others save in the same folder.
+        folder: absolute path or URL; ``""`` until it is known.
+        mark: a string unique to the run, stored in each of its checkpoints.
+        line: a string shared by a chain of runs, each resumed from the newest checkpoint of the previous one. It is
+            stored in the manifests of the files managed here, not of other files saved in the same folder.
     """
 
     folder: str
@@ -43,9 +43,9 @@ class RunFiles:
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete the files that were superfluous when ``start`` was saved; return those that the next save replaces.
+        """Delete files that were superfluous when ``start`` was saved; return the files that the next save replaces.
 
-        These are ``start`` itself, if it was superfluous, and all files that were saved after it.
+        The next save replaces ``start`` itself, if it was superfluous, and all files that were saved after it.
         """
         for path in leftovers:
             if path != start:
@@ -68,9 +68,9 @@ class RunFiles:
         """Delete a file if it is in the folder and ours.
 
         Args:
-            path: of the file.
-            remove: deletes a file that a CheckpointIO has written in a form of its own, so that only its path says
-                whose it is.
+            path: path of the file.
+            remove: deletes a file that a CheckpointIO wrote in its own format. Such a file is recognized by its path
+                alone.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return
@@ -86,9 +86,9 @@ class RunFiles:
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
         """Return the current path of a file, or None.
 
-        It is searched in the folder, then in ``beside``, the folder of the checkpoint that has this path. ``saved`` is
-        relative to the folder, or absolute in files that other tools wrote; then ``old_folder``, if known, is what it
-        is relative to.
+        Searches the folder, then ``beside``, the folder of the checkpoint that stores this path. ``saved`` is relative
+        to the folder. In files that other tools wrote it is absolute, and is first made relative to ``old_folder``, if
+        that is known.
         """
         absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
         relative = storage.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved

@@ -1,4 +1,4 @@
-"""Convert values to data that a checkpoint can hold: data that can be loaded without running code."""
+"""Convert values to data that a checkpoint can store: data that can be loaded without running code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return ``value`` as data that a file can hold without naming code; the same object if nothing has to change.
+    """Return ``value`` as data that a file can store without naming code; the same object if nothing has to change.
 
     Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
     Converted: numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and
@@ -86,9 +86,9 @@ def _converted(value: Any, where: str) -> Any:
         item = value.item()
         return plain(float(item) if type(item) is kind else item, where)
     raise TypeError(
-        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold, because loading "
-        "it would have to run code. Save plain data instead (numbers, strings, tensors; dicts, lists, tuples of "
-        f"them): {_advice(value)}."
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store, because loading "
+        "it would have to run code. Save plain data instead (numbers, strings, tensors, and dicts, lists and tuples "
+        f"of them): {_advice(value)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Per-rank entries of a checkpoint, and how a run with another number of ranks uses them."""
+"""Per-rank entries of a checkpoint, and how a run with a different number of ranks uses them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
-    """The saved entry that this rank continues with: its own, or that of the rank with its share of the data, or None.
+    """The saved entry that this rank resumes from: its own, or the entry of the rank with its share of the data.
 
-    ``alike``: whether the resumed run has as many ranks, and shares of the data, as the saved run.
+    None if there is no such entry. ``alike``: whether the resumed run has the same number of ranks, and of shares of
+    the data, as the saved run.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
@@ -39,7 +40,7 @@ def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> No
     if derived:
         other = f" was written on {_count(then)}, and this run has {_count(now)}: it"
         messages.info(
-            f"The checkpoint{'' if alike else other} does not hold everything that this run continues with. "
+            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. "
             f"Derived rather than restored: {'; '.join(derived)}."
         )
 

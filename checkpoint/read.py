@@ -21,9 +21,9 @@ def read(
     """Verify the checksums of a checkpoint and read it.
 
     Args:
-        path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its remote address.
+        path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its URL.
         map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies it without loading them.
-        strategy: decides which parts of a folder's tensors this process needs; None for all.
+        strategy: decides which shards of a folder's tensors this process needs; None for all.
         trusted: also load objects, which runs code that the file names.
 
     Raises:

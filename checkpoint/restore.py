@@ -24,7 +24,7 @@ def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
     """The requested parts, in the order of :data:`PARTS`.
 
     Raises:
-        ValueError: there is no part of that name.
+        ValueError: there is no part with that name.
     """
     given = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in given:
@@ -59,7 +59,7 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)``; list everything that does not fit.
 
-    ``advice`` is a sentence that says what to do if they do not match; None for the one for a ``TrainingModule``.
+    ``advice`` is a sentence that says what to do if they do not fit; None uses the advice for a ``TrainingModule``.
 
     Raises:
         RuntimeError: names are missing or unexpected, or shapes differ; the message says what to do.
@@ -104,7 +104,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         for key, value in own.items()
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
     ]
-    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with another shape"))
+    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with a different shape"))
     return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
 
 

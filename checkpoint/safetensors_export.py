@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import messages
 from ..big_model.weight_files import ALIGNMENT
 
-#: The format's names of dtypes. It writes tensors in the reverse of this order.
+#: The format's names of dtypes. The format stores tensors in the reverse of this order.
 _KINDS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -31,7 +31,7 @@ _KINDS = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-#: Metadata entry that pads the head of the file, so that the tensors are aligned and can be used in place.
+#: Metadata entry that pads the file header, so that the tensors are aligned and can be used in place.
 _PADDING = "padding"
 
 
@@ -40,8 +40,8 @@ class Bare(NamedTuple):
 
     Attributes:
         tensors: the tensors by name, each only once.
-        twins: names of further references to one of these tensors, with that tensor's name.
-        others: entries that are not tensors: their name, and their type with an article.
+        twins: maps each duplicate name to the name under which the tensor is kept.
+        others: maps the name of each non-tensor entry to its type, for messages (``"a list"``).
     """
 
     tensors: dict[str, Tensor]
@@ -81,8 +81,8 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file and sync it to disk.
 
-    Tensors that share storage are copied, because the format refuses them. ``metadata`` is added to the head of the
-    file.
+    Tensors that share storage are copied, because the format does not allow shared storage. ``metadata`` is added to
+    the file header.
     """
     from safetensors.torch import save_file
 

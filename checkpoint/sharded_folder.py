@@ -3,10 +3,10 @@
 The folder contains three kinds of files: ``contents.ckpt``, a normal checkpoint file except that its big tensors are on
 the meta device and have no memory; the shards of these tensors, written by torch.distributed.checkpoint under their
 names in the checkpoint (``state_dict.head.weight``); and ``manifest.json`` with the checksums of all files. Any number
-of processes can read it and gets the same complete checkpoint.
+of processes can read it; each gets the same complete checkpoint.
 
-At a remote address, where folders cannot be renamed, the folder contains only the manifest, and the other files are in
-a subfolder that is new with every save. Replacing the manifest switches from the old checkpoint to the new one.
+At a remote URL, where folders cannot be renamed, the folder contains only the manifest, and each save puts the other
+files in a new subfolder. Replacing the manifest switches from the old checkpoint to the new one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _METADATA = ".metadata"
 def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """Write a checkpoint with sharded tensors. Every process must call this.
 
-    All files are written to a hidden folder next to ``path``, the manifest with the checksums of the others last, and
-    synced to disk before the folder is renamed. For a remote address the hidden folder is in the local temporary
-    folder, and each process uploads its files. Values that are not sharded are taken from rank 0.
+    All files are written to a hidden folder next to ``path`` and synced to disk before the folder is renamed. The
+    manifest, with the checksums of all other files, is written last. For a remote URL the hidden folder is in the local
+    temporary folder, and each process uploads its files. Values that are not sharded are taken from rank 0.
 
     Raises:
         OSError: it could not be written; raised on every process. An earlier checkpoint at ``path`` is unchanged.
@@ -122,7 +122,7 @@ def _make_folder(target: Location, temporary: Path, make: bool) -> None:
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
-            "There is already a folder of this name that is not a checkpoint. Choose another name. Folder",
+            "A folder with this name already exists and is not a checkpoint. Choose another name. Folder",
             str(target),
         )
     if make:
@@ -139,8 +139,8 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
     except CheckpointException as error:
         rank, failure = next(iter(error.failures.items()))
         raise OSError(
-            f"The checkpoint was not saved: rank {rank} could not write its part to {str(folder.parent)!r} "
-            f"({failure[0]!r}). Make the folder writable from every process, free space on the disk, or save elsewhere."
+            f"The checkpoint was not saved: rank {rank} could not write its shards to {str(folder.parent)!r} "
+            f"({failure[0]!r}). Make the folder writable for every process, free disk space, or save elsewhere."
         ) from error
 
 
@@ -167,7 +167,7 @@ def _finish(
     if elsewhere:
         raise OSError(
             f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(files)} files, which other "
-            "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or with "
+            "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or use "
             "FSDPStrategy(state_dict_type='full')."
         )
     single_file.write(contents, temporary / CONTENTS, whole=False)
@@ -188,10 +188,10 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
     (target / manifest.NAME).upload(temporary / manifest.NAME)
     try:
         storage.remove_all(target / name for name in before)
-        if target.is_file():  # at an address a file and a folder can have the same name
+        if target.is_file():  # at a URL a file and a folder can have the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaces could not be deleted: {error}")
+        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaced could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:
@@ -214,7 +214,7 @@ def read(
 ) -> dict[str, Any]:
     """Verify the checksums of a checkpoint folder and read it.
 
-    Arguments as for :func:`.read.read`. With a strategy, every process must call this.
+    The arguments are the same as for :func:`.read.read`. With a strategy, every process must call this.
 
     Raises:
         ValueError: it is damaged, incomplete, or written by a newer version.
@@ -275,7 +275,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder, which, like everything in a checkpoint, must not name code to run."""
+    """Reads torch's index of a folder. Like everything in a checkpoint, it must not name code to run."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))

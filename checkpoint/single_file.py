@@ -26,11 +26,11 @@ from .verify import Problem, file_problem
 
 
 def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, whole: bool = True) -> None:
-    """Write a checkpoint so that ``path`` is always, even after a crash, either the old or the complete new file.
+    """Write a checkpoint so that ``path`` is always either the old or the complete new file, even after a crash.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
     ``path``. Tensors are streamed; the file is never held in memory. A ``NewPath`` never replaces an existing file.
-    ``whole`` is False for a part of a checkpoint folder, which has the manifest.
+    ``whole`` is False for a file in a checkpoint folder, because the folder has its own manifest.
 
     Raises:
         TypeError: a value is neither plain data nor a tensor; the message says which one.
@@ -39,7 +39,9 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """
     target = location(path)
     if target.is_dir() and not manifest.is_folder(target):
-        raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
+        raise IsADirectoryError(
+            errno.EISDIR, "A checkpoint is one file, but there is a folder with this name", str(path)
+        )
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
@@ -123,7 +125,7 @@ def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, w
             f"(save_top_k), or {elsewhere}. Checkpoint"
         )
     elif remote:
-        text += "Check the address, the network and the credentials and their write permission. Checkpoint"
+        text += "Check the URL, the network, and the credentials and their write permission. Checkpoint"
     else:
         text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
     return OSError(error.errno, text, str(target))
@@ -149,7 +151,7 @@ def read(
 ) -> dict[str, Any]:
     """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
 
-    Arguments and errors as for :func:`.read.read`; a file at a remote address is downloaded first.
+    Arguments and errors are the same as for :func:`.read.read`. A file at a remote URL is downloaded first.
     """
     if isinstance(path, (str, os.PathLike, Remote)):
         where = location(path)
@@ -228,7 +230,7 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     version = section.get("format", 0)
     if version > FORMAT:
         raise ValueError(
-            f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), and this "
+            f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), but this "
             f"version reads formats up to {FORMAT}. Upgrade paceline, or load only the weights: "
             "torch.load(path)['state_dict']."
         )
@@ -259,5 +261,5 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, pass "
-        "weights_only=False, which runs them; or allow these names with torch.serialization.add_safe_globals([...])."
+        "weights_only=False, which runs that code; or allow the names: torch.serialization.add_safe_globals([...])."
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..torch_private import local_part, storage_key, with_local_part
 
-#: What a tensor lies in on the host: its size in bytes, and whether a GPU can write to it directly.
+#: A kind of host buffer: its size in bytes, and whether a GPU can write to it directly.
 _Kind = tuple[int, bool]
 _LEAVES = (int, str, float, bool, bytes, type(None))
 
@@ -78,7 +78,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes in memory and nothing else; the few others are cloned."""
+    """Whether a tensor is just bytes in memory; other tensors, which are rare, are cloned."""
     local = local_part(tensor)
     plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
     return plain and not local.is_conj() and not local.is_neg()

@@ -1,9 +1,9 @@
-"""Local paths and remote addresses of checkpoints, and operations that work on both.
+"""Local paths and remote URLs of checkpoints, and operations that work on both.
 
-A local path is a :class:`pathlib.Path`. A remote address, such as ``s3://bucket/run``, is a :class:`Remote`, which
+A local path is a :class:`pathlib.Path`. A remote URL, such as ``s3://bucket/run``, is a :class:`Remote`, which
 implements the path methods that are needed here through fsspec.
 
-Credentials and endpoints come from where the protocol's package looks for them (for S3 ``~/.aws``,
+Credentials and endpoints come from the places that the protocol's package reads (for S3 ``~/.aws``,
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T", bound="Callable[..., Any]")
 #: Protocols for which a complete upload replaces a file in one step, and folders need not be created.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2", "hf", "memory"}
 _USUAL = ("s3", "gs", "abfs", "hf", "sftp", "smb", "hdfs", "memory", "file")
-#: An address; pathlib turns its two slashes into one.
+#: A URL; pathlib turns its two slashes into one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+")
 
 
@@ -48,7 +48,7 @@ def _os_errors(method: T) -> T:
             raise
         except Exception as error:
             raise OSError(
-                f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the address, the network "
+                f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the URL, the network "
                 "and the credentials, which come from the environment and fsspec's settings."
             ) from error
 
@@ -56,7 +56,7 @@ def _os_errors(method: T) -> T:
 
 
 class Remote:
-    """A file or folder at a remote address. Its methods do what pathlib's methods of the same name do."""
+    """A file or folder at a remote URL. Its methods work like pathlib's methods of the same name."""
 
     def __init__(self, address: str) -> None:
         protocol, _, path = address.partition("://")
@@ -90,7 +90,7 @@ class Remote:
 
     @property
     def parent(self) -> Remote:
-        """The parent folder; at the top, this address itself."""
+        """The parent folder; at the top, this URL itself."""
         return Remote(f"{self._protocol}://{posixpath.dirname(self._path)}")
 
     @property
@@ -100,7 +100,7 @@ class Remote:
         return [] if above == self else [above, *above.parents]
 
     def with_name(self, name: str) -> Remote:
-        """The address with another last component."""
+        """This URL with a different last component."""
         return self.parent / name
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Remote:
 
     @_os_errors
     def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
-        """Open like the built-in function. Data is fetched piece by piece as it is read."""
+        """Open like the built-in function. Data is fetched in pieces as it is read."""
         fs, path = self._reach()
         return fs.open(path, mode, **options)
 
@@ -176,7 +176,7 @@ class Remote:
 
     @_os_errors
     def upload(self, source: Path) -> None:
-        """Copy a local file to this address. An existing file is replaced only once the upload is complete."""
+        """Upload a local file to this URL. An existing file is replaced only once the upload is complete."""
         fs, path = self._reach()
         if self._protocol.rpartition(":")[2] in _OBJECT_STORES:
             fs.put_file(str(source), path)
@@ -207,7 +207,7 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path that does not exist yet: if another process creates something there meanwhile, it must not be replaced."""
+    """A path that does not exist yet. Anything that another process creates there meanwhile must not be replaced."""
 
     __slots__ = ()
 
@@ -227,12 +227,12 @@ def location(path: str | os.PathLike[str] | Remote) -> Location:
 
 
 def is_remote(path: str | os.PathLike[str] | Remote) -> bool:
-    """Whether a path is a remote address."""
+    """Whether a path is a remote URL."""
     return isinstance(location(path), Remote)
 
 
 def absolute(path: str | os.PathLike[str] | Remote) -> str:
-    """The path as text, independent of the working directory.
+    """The path as a string, independent of the working directory.
 
     Raises:
         ModuleNotFoundError: the package for the protocol is not installed.
@@ -286,7 +286,7 @@ def remove(path: str | Location) -> None:
 
 
 def remove_all(files: Iterable[Remote]) -> None:
-    """Delete files, the manifest first, because without it the others do not count as a checkpoint."""
+    """Delete files, the manifest first, because without it the remaining files do not count as a checkpoint."""
     for found in sorted(files, key=lambda one: one.name != "manifest.json"):
         found.unlink(missing_ok=True)
 
@@ -311,13 +311,13 @@ def _must_be_known(protocol: str, address: str) -> None:
         from fsspec import get_filesystem_class
         from fsspec.registry import known_implementations
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(messages.missing(f"The address {address!r}", "fsspec")) from error
+        raise ModuleNotFoundError(messages.missing(f"The URL {address!r}", "fsspec")) from error
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
         package = known_implementations[protocol]["class"].partition(".")[0]
         needed = f"fsspec[{protocol}]" if package == "fsspec" else package
-        raise ModuleNotFoundError(messages.missing(f"The address {address!r}", needed)) from error
+        raise ModuleNotFoundError(messages.missing(f"The URL {address!r}", needed)) from error
     except ValueError:
         raise ValueError(
             f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', or pass a local path')}"

@@ -1,4 +1,4 @@
-"""Verify that a checkpoint is as it was written, by the checksums of all its bytes. Nothing here needs torch."""
+"""Verify that a checkpoint is intact, using the checksums of all its bytes. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 def problem(path: Location) -> Problem | None:
-    """What is wrong with the bytes of a checkpoint file or folder; None if they are as written.
+    """What is wrong with a checkpoint file or folder; None if its bytes are intact.
 
     A file without checksums, as torch wrote before it used zip files, is assumed to be correct.
 
@@ -93,7 +93,7 @@ def _end(stream: IO[bytes]) -> tuple[int, int]:
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """The first damaged record. If all checksums are 0, torch was told not to write any, and nothing is checked."""
+    """The first damaged record. If all checksums are 0, torch was set not to write any, and nothing is checked."""
     records = archive.infolist()
     if any(record.CRC for record in records):
         damaged = archive.testzip()
@@ -102,15 +102,15 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Whether torch would read other bytes than the checksum covers: another length, or none because of a folder."""
+    """Whether torch would read other bytes than the checksum covers: another length, or none for a folder entry."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
 def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
     """What is wrong with the files of a folder.
 
-    The sizes of all files are checked, and the checksums of this process's share: one file of each ``shares``; none if
-    ``share`` is negative.
+    The sizes of all files are checked, but only the checksums of this process's share: one in every ``shares`` files,
+    or none if ``share`` is negative.
     """
     if not manifest.is_folder(folder):
         return Problem("it has no manifest, so it is not a checkpoint or was never completed", foreign=True)

@@ -1,4 +1,4 @@
-"""Weights as one file or several with an index, in the names and formats of `transformers`."""
+"""Write weights as one file, or several with an index, in the names and formats of `transformers`."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 
 def write_shards(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:
-    """Write a whole ``state_dict``, then remove files of an earlier call in the same layout.
+    """Write a full ``state_dict``, then remove files that an earlier call wrote in the same layout.
 
     Args:
-        state: tensors by name, and other values, which only ``TORCH`` can hold.
+        state: tensors by name, and other values, which only ``TORCH`` can store.
         folder: the folder, which is created if it does not exist.
         limit: bytes per file; a single larger tensor gets a larger file.
         layout: ``SAFETENSORS`` or ``TORCH``.
@@ -84,8 +84,8 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot hold it; pass "
-            "safe_serialization=False to keep it."
+            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot store them; "
+            "pass safe_serialization=False to keep them."
         )
 
 

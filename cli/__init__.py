@@ -1,6 +1,6 @@
 """The command line. Each command has a file, imported only when the command runs.
 
-For programs of your own: :class:`TrainerCLI` makes a command line from your classes. It is imported when it is used.
+For your own programs, :class:`TrainerCLI` builds a command line from your classes. It is imported on first use.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,24 +27,26 @@ else:
         from jsonargparse import ArgumentParser as _Base
         from jsonargparse import Namespace
         from jsonargparse.typing import class_from_function
-    except ModuleNotFoundError:  # the names can be imported all the same; making a parser raises
+    except ImportError:  # missing or too old: the names can still be imported; creating a parser raises
         from argparse import Namespace
 
         _Base = object
 
-#: What the arguments of a command line may be given as: words, or a dict or Namespace of values. None: ``sys.argv``.
+#: The first version of jsonargparse that has everything that is used here.
+_OLDEST = "4.49"
+#: Accepted command line arguments: a list of words, or a dict or Namespace of values. None: ``sys.argv``.
 ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
-#: Type of an ``__init__`` argument that makes an optimizer from parameters: ``self.optimizer(self.parameters())``.
+#: Type of an ``__init__`` argument that creates an optimizer from parameters: ``self.optimizer(self.parameters())``.
 OptimizerCallable = Callable[[Iterable], Optimizer]
-#: Rooms whose classes can be chosen by their short names.
+#: Subpackages whose classes can be chosen by their short names.
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """Torch's scheduler of this name, with the metric that it watches.
+    """Torch's scheduler with the same name, plus the metric that it watches.
 
     Args:
-        optimizer: whose learning rates it lowers.
+        optimizer: the optimizer whose learning rates it lowers.
         monitor: name of a logged metric.
         *args: as for torch's class.
         **kwargs: as for torch's class.
@@ -55,7 +58,7 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
 
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
-#: Type of an ``__init__`` argument that makes a scheduler from an optimizer.
+#: Type of an ``__init__`` argument that creates a scheduler from an optimizer.
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
@@ -63,9 +66,9 @@ class ArgumentParser(_Base):
     """Parser of jsonargparse that knows Paceline's classes.
 
     Args:
-        *args: as for jsonargparse's parser, whose other arguments can be given too.
+        *args: as for jsonargparse's parser.
         description: shown by ``--help``.
-        env_prefix: beginning of the names of environment variables.
+        env_prefix: prefix of the names of environment variables.
         default_env: read values from environment variables.
         **kwargs: as for jsonargparse's parser.
     """
@@ -79,14 +82,11 @@ class ArgumentParser(_Base):
         **kwargs: Any,
     ) -> None:
         if _Base is object:
-            package = "jsonargparse[signatures]"
-            raise ModuleNotFoundError(
-                messages.missing("A command line made from classes", package), name="jsonargparse"
-            )
+            raise _no_parser()
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Arguments under which callbacks were added.
         self.callback_keys: list[str] = []
-        #: By the argument of each optimizer: its class, or the ones to choose from, and where it is linked to.
+        #: By argument name, each optimizer's class (or the classes to choose from) and the argument it is linked to.
         self.optimizers: dict[str, tuple[Any, str]] = {}
         #: The same for schedulers.
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
@@ -177,19 +177,31 @@ def class_of(owner: Any) -> Any:
     if isinstance(owner, type) or not callable(owner):
         return owner
     made = class_from_function(owner)
-    # jsonargparse leaves the class in this module, and refuses another function of the same name then.
+    # jsonargparse leaves the class in this module, and would then refuse another function with the same name.
     del globals()[made.__name__]
     return made
 
 
 def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A class and its arguments as :func:`instantiate_class` takes them."""
+    """A class and its arguments in the form that :func:`instantiate_class` takes."""
     values = arguments if isinstance(arguments, dict) else vars(arguments)
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": dict(values)}
 
 
+def _no_parser() -> ImportError:
+    """The error for a missing or too old jsonargparse."""
+    what, package = "A command line built from classes", "jsonargparse"
+    if not messages.is_installed(package):
+        return ModuleNotFoundError(messages.missing(what, f"{package}[signatures]"), name=package)
+    return ImportError(
+        f"{what} needs {package} {_OLDEST} or newer, but {version(package)} is installed. Run: pip install "
+        f"'{package}[signatures]>={_OLDEST}'",
+        name=package,
+    )
+
+
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Make an object from a class path and arguments.
+    """Create an object from a class path and arguments.
 
     Args:
         args: positional arguments: one, or a tuple of them.

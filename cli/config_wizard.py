@@ -1,4 +1,4 @@
-"""The questions of ``paceline config``. Each has a default, which Enter or the end of the input accepts."""
+"""The questions of ``paceline config``. Each has a default; Enter or the end of the input accepts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
 class Dialog:
-    """Asks questions one by one. Settings that are ``given`` are not asked for."""
+    """Asks questions one by one, but not for settings that are ``given``."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = dict(given)
@@ -177,9 +177,9 @@ def _fsdp(talk: Dialog) -> bool:
     talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
     policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should be sharded as a unit?", choices=True)
     if policy == "TRANSFORMER_BASED_WRAP":
-        talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are they, comma separated?")
+        talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are they, separated by commas?")
     if policy == "SIZE_BASED_WRAP":
-        talk.setting("fsdp_min_num_params", "How many parameters does a block have at least?")
+        talk.setting("fsdp_min_num_params", "How many parameters must a block have at least?")
     talk.setting("fsdp_state_dict_type", "How should weights be saved?", choices=True)
     talk.switch("fsdp_cpu_ram_efficient_loading", "Should weights be read on one process only?", True)
     talk.switch("fsdp_activation_checkpointing", "Do you want to recompute activations instead of keeping them?")

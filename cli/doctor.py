@@ -16,7 +16,7 @@ from typing import Any
 from .. import messages
 from .launch_script import Script, find_script
 
-#: Time for a run to end after it was told to.
+#: Seconds that a run has to end after it was asked to.
 GRACE_SECONDS = 10.0
 #: Exit status of an interrupted command.
 INTERRUPTED = 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""``paceline env``: print versions, hardware and the settings in force."""
+"""``paceline env``: print versions, hardware and the current settings."""
 
 from __future__ import annotations
 

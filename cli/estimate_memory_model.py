@@ -1,4 +1,4 @@
-"""The model for ``paceline estimate-memory``: built without memory, or the sizes from its files."""
+"""The model for ``paceline estimate-memory``: built without memory, or just the sizes in its files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Source:
         module: the module, built without memory; None if there are only weight files.
         batch: a batch for it, without memory; None if its input is unknown.
         loss: ``loss(module, batch)``, if a factory returned it.
-        notes: assumptions that were made.
+        notes: assumptions behind the estimate.
     """
 
     what: str
@@ -110,7 +110,7 @@ def _not_here(name: str) -> str:
 
 def _of_path(path: Path, wish: Wish) -> Source:
     if path.suffix == ".py":
-        raise ValueError(f"{str(path)!r} is a program. Add the function that makes the model: {path}:build_model.")
+        raise ValueError(f"{str(path)!r} is a program. Add the function that builds the model: {path}:build_model.")
     config = path if path.name == "config.json" else path / "config.json"
     if config.exists() and wish.library in (None, "transformers"):
         if messages.is_installed("transformers"):

@@ -63,7 +63,7 @@ class Report:
         loading: sizes by dtype.
         training: estimates by strategy and precision.
         verdict: sentences about what fits, and alternatives.
-        notes: assumptions that were made.
+        notes: assumptions behind the estimates.
     """
 
     source: Source
@@ -240,13 +240,13 @@ class Verdict:
         offloaded = [
             f"{row.dtype} ({messages.size(row.offloaded)})" for row in self.report.loading if row.offloaded <= memory
         ]
-        said = f"Loaded in {', '.join(too_large)}, it does not fit on one device of {messages.size(memory)}."
+        said = f"Loaded in {', '.join(too_large)}, the model does not fit on one device of {messages.size(memory)}."
         said += f" In {' or '.join(smaller)}, it does." if smaller else ""
         yield said + (
             f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk) also in '
             f"{' or '.join(offloaded)}."
             if offloaded
-            else " Its largest layer alone is too large for one device in any of them."
+            else " Its largest layer alone is too large for one device in any of these dtypes."
         )
 
     def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:

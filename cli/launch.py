@@ -19,7 +19,7 @@ from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
-#: Variables that torch elastic sets for a process it starts; every such process has the first.
+#: Variables that torch elastic sets for a process that it starts. It always sets the first one.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _PLACE = (
     *(_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
 def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     """Run a script according to the settings.
 
-    ``arguments`` has the flags that are not settings.
+    ``arguments`` holds the flags that are not settings.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -142,7 +142,7 @@ def _refuse_deepspeed(settings: Settings) -> None:
             )
     if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
         raise ModuleNotFoundError(
-            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}. Or use --use_fsdp, which shards "
+            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}; or use --use_fsdp, which shards "
             "like ZeRO stage 3."
         )
 
@@ -210,7 +210,7 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"this machine shows {gpus}{shown}"
+    why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{shown}"
     raise ValueError(
         f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Remove it, or use --cpu "
         "--num_processes 2 for two processes on the CPU."
@@ -226,14 +226,14 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
     where = settings.origin("num_processes").where
     if asked % machines:
         raise ValueError(
-            f"{where} is {asked}, which {machines} machines cannot share evenly. Give a multiple of {machines}: it "
-            "counts the processes of all machines."
+            f"{where} is {asked}, which cannot be divided evenly among {machines} machines. Use a multiple of "
+            f"{machines}: it counts the processes of all machines."
         )
     local = asked // machines
     if gpus and local > gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"{where} asks for {local} GPUs on this machine, which shows {gpus}"
+            f"{where} asks for {local} GPUs on this machine, but torch sees {gpus}"
             f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Ask for {gpus} or fewer, or add "
             "--cpu to run them on the CPU."
         )
@@ -245,7 +245,7 @@ def _why_no_gpu(settings: Settings) -> str:
 
 
 def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
-    """Return the text about threads, and the variables for them."""
+    """Return a description of the threads, and the variables that set them."""
     from ..processes.launch import threads_of
 
     name = "num_cpu_threads_per_process"
@@ -263,7 +263,11 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
 
 
 def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict[str, str]]:
-    """Return whether torch binds to GPUs' nodes, a text about it, and variables for processes that bind themselves."""
+    """Describe how processes are bound to NUMA nodes.
+
+    Return whether torch binds them to their GPUs' nodes, a description, and variables for processes that bind
+    themselves.
+    """
     if not settings["enable_cpu_affinity"]:
         return False, "", {}
     from ..processes.cpu_affinity import BIND, nodes
@@ -271,7 +275,7 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
     folder = Path(os.environ.get(BIND) or "/sys/devices/system/node")
     where, found = settings.origin("enable_cpu_affinity").where, len(nodes(folder))
     if found < 2 or (kind == "cpu" and local == 1):
-        why = "this machine has one NUMA node" if found < 2 else "one process has all of the machine"
+        why = "this machine has one NUMA node" if found < 2 else "one process has the whole machine"
         return False, f"{where} has no effect: {why}", {}
     if kind == "cuda":
         return True, f"each process on the cores of its GPU's node ({where})", {}
@@ -285,7 +289,7 @@ class _Announcement:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:
-        """Print the report. ``port``: of the rendezvous of a single machine, if there is one."""
+        """Print the report. ``port``: port of a single-machine rendezvous, if there is one."""
         if self.quiet:
             return
         plan, count = self.plan, self.plan.num_processes

@@ -17,8 +17,8 @@ _GROUPS = {
     "data": "data",
     "logging": "logging",
 }
-_TPU = "Paceline runs on what torch itself drives: CPU, CUDA and ROCm GPUs, Apple MPS. Remove it"
-_MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or over tensors with --parallelism_config_tp_size"
+_TPU = "Paceline runs on devices that torch itself supports: CPU, CUDA and ROCm GPUs, Apple MPS. Remove it"
+_MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = "8-bit training is not supported. Use --mixed_precision bf16"
 _AWS = "starting on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
@@ -53,7 +53,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script``: whether a script, with arguments of its own, follows the flags.
+    ``script``: whether a script, with its own arguments, follows the flags.
     """
     if script:
         _add_script(parser)
@@ -81,7 +81,7 @@ def _add_script(parser: ArgumentParser) -> None:
 
 
 def _add_own(parser: ArgumentParser) -> None:
-    """Add flags that only concern the start and are not settings."""
+    """Add flags that only affect how processes start and are not settings."""
     _add(parser, "config_file", "--config", metavar="FILE", help="the settings file; see paceline config")
     _add(parser, "quiet", action="store_true", help="do not print what was chosen")
     _add(parser, "log_dir", metavar="FOLDER", help="also write each process's output to this folder")

@@ -65,7 +65,7 @@ def _behind_python(python: str, rest: list[str]) -> Script:
     if rest[:1] == ["-m"] and len(rest) > 1:
         return Script("module", rest[1], rest[2:])
     if not rest or rest[0].startswith("-"):
-        raise ValueError(f"Remove {python!r}: paceline launch runs Python itself. Write only what follows it.")
+        raise ValueError(f"Remove {python!r}: paceline launch runs Python itself. Pass only what follows it.")
     return Script("script", _existing(rest[0]), rest[1:])
 
 

@@ -1,4 +1,4 @@
-"""``paceline report``: write the page about a run, even a killed one, or compare two runs."""
+"""``paceline report``: write a run's report page, even for a killed run, or compare two runs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def run(arguments: Namespace) -> int:
     """Write the page and print the main figures."""
     given = arguments.runs
     if len(given) > 2:
-        raise ValueError(f"{len(given)} runs were given ({messages.names(given, 'and')}). Give one run, or two.")
+        raise ValueError(f"{len(given)} runs were given ({messages.names(given, 'and')}). Pass one or two runs.")
     found = [history.read(history.find(path)) for path in given]
     if len(found) == 2 and found[0].path.resolve() == found[1].path.resolve():
         raise ValueError(
-            f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Give the folders of two runs."
+            f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Pass the folders of two runs."
         )
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
     page = run_page.single(found[0]) if len(found) == 1 else compare_runs.pair(*found)

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Run the self-check; its status is 0, or 1 if a check failed."""
+    """Run the self-check; return 0, or 1 if a check failed."""
     refuse(arguments)
     settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline test")
     return start(Script("module", f"{__package__}.self_check", []), settings, arguments)

@@ -1,4 +1,4 @@
-"""``TrainerCLI``: a command line and config files made from a Trainer, a module and a DataModule."""
+"""``TrainerCLI``: a command line and config files for a Trainer, a module and a DataModule."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class SaveConfigCallback(Callback):
     """Writes the config of a run to the run's folder when it starts.
 
     Args:
-        parser: that parsed the config.
-        config: what was parsed.
+        parser: the parser that read the config.
+        config: the parsed config.
         config_filename: name of the file.
-        overwrite: replace a file of that name. False: it is an error, unless a fit resumes from a checkpoint.
+        overwrite: replace an existing file. False: an existing file is an error, unless a fit resumes from a
+            checkpoint.
         multifile: write a file for each config file that was read.
         save_to_log_dir: False: write no file; override :meth:`save_config`.
 
@@ -90,8 +91,8 @@ class SaveConfigCallback(Callback):
         """Override this to save the config elsewhere too. It is called on rank 0.
 
         Args:
-            trainer: of the run.
-            pl_module: its module.
+            trainer: the run's Trainer.
+            pl_module: the run's module.
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
 
@@ -100,7 +101,7 @@ class SaveConfigCallback(Callback):
         if path.is_file() and not self.overwrite and not _resumes(trainer, stage):
             raise RuntimeError(
                 f"{type(self).__name__}: {str(path)!r} already exists, from another run. Aborting to avoid overwriting "
-                "it. Delete it, choose another folder (a logger makes one for each run) or name "
+                "it. Delete it, choose another folder (a logger creates one for each run) or another name "
                 f"({type(self).__name__}'s config_filename), or allow it: save_config_kwargs={{'overwrite': True}}."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class SaveConfigCallback(Callback):
 
 
 def _resumes(trainer: Trainer, stage: str) -> bool:
-    """Whether a fit continues in the folder of another one."""
+    """Whether a fit resumes in the folder of an earlier one."""
     request = trainer.current_run.request
     told = trainer.asked_ckpt_path if request is None else request.ckpt_path or trainer.asked_ckpt_path
     return stage == "fit" and (told is not None or is_requeued())
@@ -117,8 +118,8 @@ def _resumes(trainer: Trainer, stage: str) -> bool:
 class TrainerCLI:
     """Runs a Trainer from the command line: ``python train.py fit --model.lr=0.1 --config run.yaml``.
 
-    Arguments are those of the classes' ``__init__``. The attributes ``trainer``, ``model`` and ``datamodule`` are what
-    was made, ``config`` what was parsed. Override a method to change a part.
+    The arguments come from the classes' ``__init__``. The attributes ``trainer``, ``model`` and ``datamodule`` are the
+    created objects, and ``config`` is the parsed config. Override a method to change a part.
 
     Args:
         model_class: a TrainingModule class, or a function that returns one. None: the user chooses a class, with
@@ -127,20 +128,20 @@ class TrainerCLI:
         save_config_callback: callback that saves the config in the run's folder; None: do not.
         save_config_kwargs: arguments for it, after the parser and the config.
         trainer_class: the Trainer class, or a function that returns one.
-        trainer_defaults: values for arguments of the Trainer, instead of their defaults. Callbacks are added to those
-            that the user chooses.
+        trainer_defaults: values for arguments of the Trainer, instead of their defaults. Callbacks are added to the
+            user's callbacks.
         seed_everything_default: value of ``--seed_everything``. True: the seed that the environment sets, else 0;
             False: do not seed; a number: this seed.
-        parser_kwargs: arguments for the parser; under the name of a subcommand, those for its parser.
+        parser_kwargs: arguments for the parser; or, under a subcommand's name, arguments for its parser.
         parser_class: class of the parser.
         subclass_mode_model: the user may choose a subclass of ``model_class``.
         subclass_mode_data: the user may choose a subclass of ``datamodule_class``.
-        args: the arguments. None: those of the command line.
-        run: add subcommands, and run the one that was chosen. False: only make the objects.
-        auto_configure_optimizers: let the user choose an optimizer and a scheduler, which then take the place of
+        args: the arguments. None: the command line's.
+        run: add subcommands, and run the chosen one. False: only create the objects.
+        auto_configure_optimizers: let the user choose an optimizer and a scheduler, which then replace
             ``configure_optimizers``.
-        load_from_checkpoint_support: have ``save_hyperparameters`` store arguments as they were parsed, so that
-            ``load_from_checkpoint`` can make the same objects again.
+        load_from_checkpoint_support: make ``save_hyperparameters`` store arguments as they were parsed, so that
+            ``load_from_checkpoint`` can create the same objects again.
 
     Raises:
         ModuleNotFoundError: jsonargparse is not installed.
@@ -195,7 +196,7 @@ class TrainerCLI:
     # ---- the parser ------------------------------------------------------------------------------------------------
 
     def init_parser(self, **kwargs: Any) -> ArgumentParser:
-        """Make a parser with the argument ``--config``."""
+        """Create a parser with the argument ``--config``."""
         kwargs.setdefault("dump_header", [f"paceline=={sys.modules[__name__.partition('.')[0]].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -206,7 +207,7 @@ class TrainerCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
-        """Make :attr:`parser`, and add subcommands or the arguments themselves."""
+        """Create :attr:`parser`, and add subcommands or the arguments themselves."""
         self.parser = self.init_parser(**main_kwargs)
         if not add_subcommands:
             self._add_arguments(self.parser)
@@ -222,7 +223,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The Trainer's methods that are subcommands, each with its parameters that are not arguments."""
+        """The Trainer's methods that are subcommands, each with the parameters that users cannot pass."""
         evaluation = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": set(evaluation), "test": set(evaluation), "predict": set(evaluation)}
@@ -233,14 +234,14 @@ class TrainerCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="Seed to set before the objects are made; True: the environment's, else 0; False: set none.",
+            help="Seed to set before the objects are created; True: the environment's, else 0; False: none.",
         )
 
     def add_core_arguments_to_parser(self, parser: ArgumentParser) -> None:
         """Add the arguments of the Trainer, the module and the DataModule."""
         added = parser.add_lightning_class_args(self.trainer_class, "trainer")
         variables = from_variables([name.removeprefix("trainer.") for name in added], {})
-        # The Trainer itself reads the variables of arguments that settings stand for, where they are left out.
+        # For arguments that are also settings, the Trainer itself reads the variables if they are left out.
         defaults = {name: value for name, value in variables.items() if name not in SETTLED} | self.trainer_defaults
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
@@ -277,8 +278,8 @@ class TrainerCLI:
         """Parse the arguments; the result is :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
             messages.warn(
-                f"{type(self).__name__}(args=...) was given, so the arguments of the command line have no effect: "
-                f"{sys.argv[1:]}. Give only one of the two."
+                f"{type(self).__name__} got args=..., so the command line's arguments have no effect: "
+                f"{sys.argv[1:]}. Pass only one of the two."
             )
         if isinstance(args, Mapping | Namespace):
             self.config: Any = parser.parse_object(args)  # pyright: ignore[reportArgumentType]
@@ -286,7 +287,7 @@ class TrainerCLI:
             self.config = parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """The module's hyperparameters in the checkpoint of ``--ckpt_path`` replace those that were given."""
+        """Replace the given module arguments with the hyperparameters in the checkpoint of ``--ckpt_path``."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         if not path or not Path(path).exists():
             return
@@ -303,12 +304,12 @@ class TrainerCLI:
             self.config = self.parser.parse_object({str(self.subcommand): {"model": saved}}, before)
         except SystemExit:
             messages.error(
-                f"Parsing of ckpt_path hyperparameters failed: those in {str(path)!r} are not arguments of this model. "
-                "Choose the class that wrote the checkpoint."
+                f"Parsing of ckpt_path hyperparameters failed: the hyperparameters in {str(path)!r} are not arguments "
+                "of this model. Choose the class that wrote the checkpoint."
             )
             raise
         if self.config != before:
-            messages.info(f"The arguments of the model are the hyperparameters in {messages.path(path)}.")
+            messages.info(f"The model's arguments come from the hyperparameters in {messages.path(path)}.")
 
     def _seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
@@ -326,10 +327,10 @@ class TrainerCLI:
     # ---- the objects -----------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Override this to do something before the objects are made."""
+        """Override this to do something before the objects are created."""
 
     def instantiate_classes(self) -> None:
-        """Make :attr:`datamodule`, :attr:`model` and :attr:`trainer`."""
+        """Create :attr:`datamodule`, :attr:`model` and :attr:`trainer`."""
         instantiators = []
         if self.load_from_checkpoint_support:
             for key, owner, any_subclass in (
@@ -344,13 +345,13 @@ class TrainerCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override this to do something once the objects are made."""
+        """Override this to do something once the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make a Trainer from the config.
+        """Create a Trainer from the config.
 
         Args:
-            **kwargs: arguments that replace those of the config.
+            **kwargs: arguments that override the config's.
         """
         config = {**dict(self._get(self.config_init, "trainer", {}).items()), **kwargs}
         keys = self._parser(self.subcommand).callback_keys
@@ -383,12 +384,12 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """What ``configure_optimizers`` of the module returns if an optimizer was chosen. Override it to change that.
+        """The result of the module's ``configure_optimizers`` if an optimizer was chosen. Override this to change it.
 
         Args:
             lightning_module: the module.
-            optimizer: the chosen one.
-            lr_scheduler: the chosen one, or None.
+            optimizer: the chosen optimizer.
+            lr_scheduler: the chosen scheduler, or None.
         """
         if lr_scheduler is None:
             return optimizer
@@ -398,7 +399,7 @@ class TrainerCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Have the module use the optimizer and the scheduler that were chosen."""
+        """Make the module use the chosen optimizer and scheduler."""
         if not self.auto_configure_optimizers:
             return
         parser = self._parser(subcommand)
@@ -407,7 +408,7 @@ class TrainerCLI:
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise ValueError(
                 f"{type(self).__name__} can configure one optimizer and one scheduler, but the parser has "
-                f"{messages.names([*optimizers, *schedulers], 'and')}. Give them link_to=, and make them in the "
+                f"{messages.names([*optimizers, *schedulers], 'and')}. Add them with link_to=, and create them in the "
                 "module's configure_optimizers with instantiate_class."
             )
         chosen = [self._chosen(key, parser.optimizers) for key in optimizers]
@@ -424,7 +425,7 @@ class TrainerCLI:
         )
 
     def _chosen(self, key: str, registered: dict[str, tuple[Any, str]]) -> Any:
-        """The class and the arguments that were chosen; None if none were."""
+        """The chosen class and arguments; None if nothing was chosen."""
         arguments = self._get(self.config_init, key)
         kind = registered[key][0]
         if arguments is None or isinstance(kind, tuple):
@@ -451,7 +452,7 @@ class TrainerCLI:
 
 
 class _Keeping:
-    """Makes an object, and keeps what was parsed for it as its hyperparameters."""
+    """Creates an object, and stores its parsed arguments as its hyperparameters."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self.cli, self.key = cli, key
@@ -485,7 +486,7 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Make the optimizer and the scheduler when the Trainer asks: the module's parameters are final then."""
+    """Create the optimizer and the scheduler when the Trainer asks: the module's parameters are final then."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 

@@ -11,14 +11,14 @@ from .. import messages
 from . import finder
 
 PACKAGES = ("lightning",)
-#: Variable with the packages to replace, separated by commas, in this process and in those that it starts.
+#: Environment variable with the packages to replace, separated by commas, in this process and its child processes.
 VARIABLE = "PACELINE_STANDS_IN"
-#: Modules named like the packages, which install the replacement in a Python that a program starts.
+#: Folder of modules named like the packages; they install the replacement in the Python processes that it starts.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 
 def install(*names: str) -> None:
-    """Make ``import lightning`` or ``import accelerate`` import Paceline, from now on and in this process.
+    """Make ``import lightning`` or ``import accelerate`` import Paceline, from now on in this process.
 
     Call it before anything imports the package, and before libraries that check for it. An installed package of that
     name is neither changed nor imported. Calling it again does nothing.
@@ -38,7 +38,7 @@ def install(*names: str) -> None:
 
 
 def install_from_environment() -> None:
-    """:func:`install` what the variable ``PACELINE_STANDS_IN`` names."""
+    """:func:`install` the packages that the variable ``PACELINE_STANDS_IN`` lists."""
     install(*(name for name in map(str.strip, os.environ.get(VARIABLE, "").split(",")) if name))
 
 
@@ -65,4 +65,4 @@ def _tell_children(name: str) -> None:
             path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     if _FOLDER not in sys.path:
-        sys.path.insert(1, _FOLDER)  # spawned processes have this one's path
+        sys.path.insert(1, _FOLDER)  # spawned processes inherit this one's path

@@ -1,4 +1,4 @@
-"""Answer the imports of another package with Paceline's names: what all stand-ins share."""
+"""Redirect imports of another package to Paceline. All stand-ins share this code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
         return importlib.import_module(f"{_PACKAGE}.{self.module}" if self.module else _PACKAGE)
 
     def value(self) -> Any:
-        """What the name stands for."""
+        """The object that the name refers to."""
         return getattr(self.owner(), self.name) if self.name else self.owner()
 
 
@@ -47,15 +47,15 @@ class Package:
     """A package that Paceline replaces.
 
     Attributes:
-        name: under which it is imported.
-        version: which version's names these are; programs see it as the installed one.
+        name: the name under which it is imported.
+        version: the version whose names these are; programs see it as the installed one.
         modules: by full name, each module's names.
         constants: values of names that Paceline has no use for.
         aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
         distributions: what ``importlib.metadata`` finds installed.
         fallback: the value of a name that no table has; UNKNOWN if there is none.
         on_import: called when the first module is imported.
-        homepage: in the metadata.
+        homepage: the homepage in the metadata.
         check_early: libraries that check only once, when they are imported, whether the package is installed.
     """
 
@@ -83,7 +83,7 @@ class Package:
         return module
 
     def is_package(self, module: str) -> bool:
-        """Whether a module has modules in it."""
+        """Whether a module has submodules."""
         return any(other.startswith(f"{module}.") for other in self.modules)
 
 
@@ -116,7 +116,7 @@ class Alias(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name here and where Paceline has it, so that what replaces it in a test is used.
+        """Set a name here and where Paceline has it, so that a test's replacement takes effect.
 
         Importing a submodule does not hide a function of the same name.
         """
@@ -129,7 +129,7 @@ class Alias(ModuleType):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Undo what replaced a name."""
+        """Restore a name that was replaced."""
         if name in self._replaced:
             target: Target = self._targets[name]
             setattr(target.owner(), target.name, self._replaced.pop(name))
@@ -158,7 +158,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Create the module, or take the one that has another name already."""
+        """Create the module, or take the one that already exists under another name."""
         if not self._imported:
             self._imported = True
             self.package.on_import()
@@ -170,7 +170,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return Alias(spec.name, self.package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set the version; restore the spec of a module that has another name already."""
+        """Set the version; restore the spec of a module that already exists under another name."""
         if module.__spec__ is not None and module.__spec__.loader_state is not None:
             module.__spec__ = module.__spec__.loader_state
         vars(module).setdefault("__version__", self.package.version)
@@ -209,7 +209,7 @@ class Metadata(importlib.metadata.Distribution):
 
 
 class _Placeholder(type):
-    """Type of the classes that stand for what Paceline does not have."""
+    """Metaclass of placeholders for names that Paceline does not have."""
 
     why: str
 
@@ -222,7 +222,7 @@ def placeholder(name: str, why: str) -> type:
 
     Args:
         name: what Paceline does not have.
-        why: goes on after the name, without a full stop.
+        why: continues the sentence after the name, without a period.
     """
     return _Placeholder(name, (), {"why": f"{name} {why}."})
 
@@ -232,7 +232,7 @@ def _normal(name: str) -> str:
 
 
 def install(package: Package) -> bool:
-    """Make the imports of a package import Paceline; False if they do already.
+    """Redirect a package's imports to Paceline; return False if they already are.
 
     Raises:
         RuntimeError: the real package has already been imported.

@@ -1,4 +1,4 @@
-"""Pytest's entry point: the packages that the variable ``PACELINE_STANDS_IN`` names are Paceline's in tests too."""
+"""Pytest's entry point: replace the packages that the variable ``PACELINE_STANDS_IN`` lists in tests too."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _END = object()
 
 
 class Batches:
-    """The batches of one epoch: those of ``loader`` from index ``skip`` up to ``limit``.
+    """The batches of one epoch: ``loader``'s batches from index ``skip`` up to ``limit``.
 
     Without ``move`` and ``lookahead`` iterating costs no Python call per batch: ``iter()`` returns the loader's own
     iterator. Call :meth:`close` when done, also after an exception, so that worker processes end at once.
@@ -37,18 +37,18 @@ class Batches:
             be the last. If fetching fails, the current batch is still yielded before the error is raised.
         limit: number of batches at which the epoch ends if the loader does not end earlier; ``inf`` for no limit.
             Nothing is fetched past it, or past the loader's length.
-        agree: for several processes whose loaders have no known length: tells whether all processes have a batch. The
+        agree: for several processes whose loaders have no known length: returns whether every process has a batch. The
             epoch ends on all processes when it ends on one; needs ``lookahead``.
         skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
             DataLoader skips them without loading anything; other loaders fetch and drop them.
-        seed: workers that load by index seed their random states from this and the number of each batch; None leaves
-            them as torch sets them.
+        seed: workers that load by index seed their random states from this and each batch's number; None keeps
+            torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
         prepare: with ``lookahead``, called before the first batch is fetched.
 
     Attributes:
         before_ahead: the result of ``remember`` before the batch after the current one was fetched.
-        exhausted: whether the batch yielded last is known to be the final one. Stays False without ``lookahead``.
+        exhausted: whether the most recent batch is known to be the last. Stays False without ``lookahead``.
         left_over: whether the epoch ended although this process had another batch.
     """
 
@@ -157,9 +157,9 @@ class Batches:
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Continuing at batch {count} of the epoch: {count} batches were loaded and discarded to get there, which "
+            f"Resuming at batch {count} of the epoch: {count} batches were loaded and discarded to get there, which "
             f"took {perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the "
-            "middle. To avoid that, use a map-style data set, or a loader (or, without workers, an iterable data set) "
+            "middle. To avoid that, use a map-style dataset, or a loader (or, without workers, an iterable dataset) "
             "that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )
@@ -188,14 +188,14 @@ class Batches:
 
 
 class HandOver:
-    """The iterator that ``training_step(dataloader_iter)`` gets, and other steps, to fetch their batches themselves.
+    """The iterator that steps with the argument ``dataloader_iter`` receive, so that they can fetch batches themselves.
 
-    The loop iterates over this object and gets the object itself, once per step.
+    The loop iterates over this object, which yields itself once per step.
 
     Args:
-        batches: made with ``lookahead``, so that the last batch is known to be the last.
+        batches: created with ``lookahead``, so that the last batch is known to be the last.
         start: index of the first batch.
-        metrics: receives each batch, whose size is the weight of logged values.
+        metrics: receives each batch; the batch's size is the weight of logged values.
         dataloader_idx: index of the loader among those of an evaluation.
 
     Attributes:

@@ -28,7 +28,7 @@ Build = Callable[[Sequence[Any]], Any]
 class CombinedLoader:
     """Iterates over several loaders together. Yields ``(batch, batch_idx, dataloader_idx)``.
 
-    Except in ``"sequential"`` mode, a batch has the structure of ``iterables`` with a batch instead of each loader, and
+    Except in ``"sequential"`` mode, a batch has the structure of ``iterables`` with a batch for each loader, and
     ``dataloader_idx`` is 0.
 
     * ``"min_size"``: ends when the shortest loader ends.
@@ -70,7 +70,7 @@ class CombinedLoader:
         if len(loaders) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader.flattened got {len(loaders)} loaders in place of {len(self._flattened)}. "
-                "Pass the same number of loaders, or make a new CombinedLoader."
+                "Pass the same number of loaders, or create a new CombinedLoader."
             )
         self._flattened = list(loaders)
 
@@ -129,7 +129,7 @@ class CombinedLoader:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether the pass and the position of each loader are known after a given number of batches."""
+        """Whether each loader's pass and position can be computed from the number of batches."""
         return self._mode in ("min_size", "max_size") or (
             self._mode == "max_size_cycle" and None not in self._lengths() and 0 not in self._lengths()
         )
@@ -176,8 +176,8 @@ class CombinedLoader:
         states = state_dict["loaders"]
         if len(states) != len(self._flattened):
             raise ValueError(
-                f"The state is that of {len(states)} loaders, but this CombinedLoader has {len(self._flattened)}. "
-                "Give it the loaders it had when the state was saved."
+                f"The state is from {len(states)} loaders, but this CombinedLoader has {len(self._flattened)}. "
+                "Create it with the same loaders as when the state was saved."
             )
         for loader, state in zip(self._flattened, states, strict=True):
             if state is not None:
@@ -197,7 +197,7 @@ class CombinedLoader:
         return lengths
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
-        """Two iterators of a new pass over one loader: one to read, which ends at the limit, and one to close."""
+        """A new pass over one loader: an iterator to read, which ends at the limit, and an iterator to close."""
         loader = self._flattened[index]
         iterator = iterate(loader)
         return islice(within_length(loader, iterator), self._limit(index)), iterator
@@ -226,7 +226,7 @@ class CombinedLoader:
 
 
 class _Pass:
-    """One pass over one loader: ``source``, to read, which ends at the limit, and ``iterator``, to close."""
+    """One pass over one loader: read ``source``, which ends at the limit, and close ``iterator``."""
 
     def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
         self.combined, self.index = combined, index
@@ -287,10 +287,10 @@ def close_iterator(iterator: Iterator[Any]) -> None:
 
 
 def end_persistent_workers(loader: Any) -> None:
-    """End the worker processes that a loader keeps for its next pass, which starts new ones; nothing if it keeps none.
+    """Shut down the worker processes that a loader keeps for its next pass, if any; that pass then starts new ones.
 
-    Left to the garbage collector, each would take five seconds: it ends the queues first through which torch tells the
-    workers to end (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
+    Left to the garbage collector, each would take five seconds to end, because the queues through which torch tells
+    workers to end are closed first (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
     """
     if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:
         forget_iterator(loader)

@@ -43,7 +43,7 @@ class DataModule(HyperparametersMixin):
         ...         return DataLoader(self.data, batch_size=4, shuffle=True)
     """
 
-    #: Keys of a checkpoint that hold the hyperparameters, and the argument that takes them as one.
+    #: Checkpoint keys of the hyperparameters: their values, the argument that takes all of them, and their type.
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "datamodule_hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "datamodule_hparams_type"
@@ -61,7 +61,7 @@ class DataModule(HyperparametersMixin):
         """Called before :meth:`setup`, in one process per node (or a single one). Download here; set no state."""
 
     def setup(self, stage: str) -> None:
-        """Called when fit, validate, test or predict begins, in every process. Make the data sets and splits here."""
+        """Called when fit, validate, test or predict begins, in every process. Create the datasets and splits here."""
 
     def teardown(self, stage: str) -> None:
         """Called when fit, validate, test or predict has ended, also after an exception, in every process."""
@@ -89,7 +89,7 @@ class DataModule(HyperparametersMixin):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device (and convert it to the run's input dtype) and return it.
 
-        Define it for types of batches that Paceline cannot look into.
+        Define it for batch types that Paceline cannot traverse.
         """
         dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
         return device_transfer.move(batch, device, dtype)
@@ -119,7 +119,7 @@ class DataModule(HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Make a data module from data sets. A list or mapping of data sets gives a list or mapping of loaders.
+        """Create a data module from datasets. A list or mapping of datasets gives a list or mapping of loaders.
 
         Args:
             train_dataset: shuffled every epoch, unless it is an ``IterableDataset``.
@@ -151,9 +151,9 @@ class DataModule(HyperparametersMixin):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make an instance with the hyperparameters and the state that a checkpoint holds.
+        """Create an instance with a checkpoint's hyperparameters and state.
 
-        Arguments are as for ``TrainingModule.load_from_checkpoint``.
+        The arguments are the same as for ``TrainingModule.load_from_checkpoint``.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 
@@ -176,13 +176,13 @@ class DataModule(HyperparametersMixin):
     def _undefined(self, hook: str, entry_point: str) -> NotImplementedError:
         name = type(self).__name__
         return NotImplementedError(
-            f"{name} does not define {hook}(), which {entry_point} takes its batches from. Define it in {name}, or "
-            f"pass the loader to {entry_point}."
+            f"{name} does not define {hook}(), but {entry_point} needs its batches. Define it in {name}, or pass the "
+            f"loader to {entry_point}."
         )
 
 
 class _LoaderOf:
-    """Callable that makes the loaders for a data set, or for a list or mapping of data sets."""
+    """Callable that creates the loaders for a dataset, or for a list or mapping of datasets."""
 
     def __init__(self, dataset: Any, batch_size: int, num_workers: int, shuffle: bool) -> None:
         self._dataset = dataset
@@ -209,7 +209,7 @@ class _LoaderOf:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether an entry of a list is a data set; otherwise it is a sample, and the list is the data set."""
+    """Whether an entry of a list is a dataset; otherwise it is a sample, and the list is the dataset."""
     if isinstance(value, Dataset):
         return True
     sample = isinstance(value, (str, bytes, Sequence, Mapping, torch.Tensor)) or hasattr(value, "__array__")

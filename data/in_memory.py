@@ -17,7 +17,7 @@ class Rows:
     """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as rows of tensors.
 
     Args:
-        data: the data set.
+        data: the dataset.
         tensors: its tensors, each of shape (samples, ...), on the CPU.
         places: the indices of each ``Subset`` around the tensors, outermost first.
     """
@@ -42,7 +42,7 @@ class Rows:
                 for place in places:
                     chosen = place.index_select(0, chosen)
                 batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            except Exception:  # unsupported or wrong indices: do as torch does, which raises its own error
+            except Exception:  # unsupported or wrong indices: torch's way raises torch's own error
                 batch = default_collate([self.data[index] for index in one])
             yield [tensor.pin_memory() for tensor in batch] if pinned else batch
 
@@ -50,7 +50,7 @@ class Rows:
 def rows_of(loader: DataLoader[Any]) -> Rows | None:
     """The :class:`Rows` of a loader without workers, if indexing whole batches gives the same batches as torch.
 
-    That is the case if the data set is a ``TensorDataset`` or a ``Subset`` of one (``random_split``) on the CPU, and
+    That is the case if the dataset is a ``TensorDataset`` or a ``Subset`` of one (``random_split``) on the CPU, and
     torch's own iterator and ``default_collate`` make the batches. None for any other loader.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:

@@ -42,7 +42,7 @@ def train_loader(loaders: Any) -> Iterable[Any]:
         if loaders.mode == "sequential":
             raise ValueError(
                 "fit got a CombinedLoader with mode='sequential', but a training step uses batches of all loaders at "
-                "once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or join the data sets with "
+                "once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or join the datasets with "
                 "torch.utils.data.ConcatDataset."
             )
         return loaders
@@ -112,9 +112,9 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """Make the order of the next epoch depend only on ``seed`` and ``epoch``. Call it before each epoch.
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both are seeded again each time. A generator that the user passed is left alone. ``set_epoch`` is called if
-    the loader, its samplers or its data set has it. All processes draw the same order, from which each takes its part;
-    the seeds of workers that augment samples differ between processes.
+    seeds; both are reseeded each time. A generator that the user passed is left alone. ``set_epoch`` is called if the
+    loader, its samplers or its dataset has it. All processes draw the same order, and each takes its part of it; the
+    seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
         for generator in _generators(leaf):
@@ -143,7 +143,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user made it."""
+    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user created it."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -169,8 +169,8 @@ def load_loader_state(
         loader: the current loader.
         state: the state of the saved run's loader.
         mid_epoch: whether the run resumes within an epoch, so that the order of that epoch is needed again.
-        same_ranks: whether the state is this rank's, from a run with as many ranks. If not, its position in the data
-            does not apply to this rank.
+        same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, its position in
+            the data does not apply to this rank.
 
     Returns:
         Whether the loader restores its position itself, so that no batches have to be skipped.
@@ -181,8 +181,8 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "they are ignored and the data start over. Pass the saved run's loaders to fit to continue with their "
-            "next batch."
+            "the states are ignored and the data start over. To resume at the next batch, pass the saved run's "
+            "loaders to fit."
         )
         return False
     positioned = _saves_position(loader)
@@ -193,7 +193,7 @@ def load_loader_state(
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
-    """A function that captures, before a batch is fetched ahead, the states that this changes; None if there are none.
+    """Function that captures the states that fetching a batch ahead changes; None if it changes none.
 
     Loading samples in this process draws from its random states, and a loader that saves its position advances it.
     """
@@ -236,7 +236,7 @@ def without_shuffling(loader: Any) -> Any:
 
 
 def advise(loader: Any, what: str) -> None:
-    """Warn once about a loader for evaluation that shuffles, which works but is probably not intended."""
+    """Warn once if an evaluation loader shuffles: this works but is probably not intended."""
     if what.startswith("train"):
         return
     if shuffles(loader):
@@ -274,7 +274,7 @@ def users_generators(loader: Any) -> list[torch.Generator]:
 
 
 def whole_of(loader: Any) -> Any:
-    """The loader that the user passed, if this one yields one process's part of it; otherwise this loader."""
+    """The user's original loader if this one yields one process's part of it; otherwise this loader."""
     return getattr(loader, "paceline_whole", loader)
 
 
@@ -297,7 +297,7 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A copy of a loader with some attributes replaced, even those that a loader does not allow to be set."""
     clone = copy.copy(loader)
     clone.__dict__.update(attributes)
-    forget_iterator(clone)  # no running iterator in common
+    forget_iterator(clone)  # the two must not share a running iterator
     return clone
 
 
@@ -312,20 +312,20 @@ def _single(loader: Any) -> Iterable[Any]:
     """Return the loader, after checking that it can be iterated over for batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"A data set ({type(loader).__name__}) was given as a loader, so every sample would be a separate batch. "
-            "Give DataLoader(dataset, batch_size=...), with batch_size=None if its items already are batches."
+            f"A dataset ({type(loader).__name__}) was passed as a loader, so every sample would be a separate batch. "
+            "Pass DataLoader(dataset, batch_size=...), with batch_size=None if its items already are batches."
         )
     if isinstance(loader, Tensor):
         raise TypeError(
-            f"A tensor of shape {tuple(loader.shape)} was given as a loader, so every row would be a separate batch. "
-            "Give a DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows already are batches."
+            f"A tensor of shape {tuple(loader.shape)} was passed as a loader, so every row would be a separate batch. "
+            "Pass DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows already are batches."
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
         return loader
     raise TypeError(
-        f"{_short(loader)} ({type(loader).__name__}) was given as a loader, but it contains no batches to iterate "
-        "over. Give a DataLoader, any iterable of batches, or a list or dict of loaders."
+        f"{_short(loader)} ({type(loader).__name__}) was passed as a loader, but it contains no batches to iterate "
+        "over. Pass a DataLoader, any iterable of batches, or a list or dict of loaders."
     )
 
 
@@ -343,8 +343,8 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
             "between 0 and 1), or None for all."
         )
     if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
-        hint = f"; for {int(limit)} batches write {int(limit)}" if limit.is_integer() and limit > 1 else ""
-        raise ValueError(f"{argument}={limit} is a float, so a fraction, and must be between 0.0 and 1.0{hint}.")
+        hint = f"; for {int(limit)} batches use {int(limit)}" if limit.is_integer() and limit > 1 else ""
+        raise ValueError(f"{argument}={limit} is a float, meaning a fraction, and must be between 0.0 and 1.0{hint}.")
     if limit < 0:
         raise ValueError(f"{argument}={limit} is negative. Pass 0 or more batches, or None for all.")
 
@@ -366,8 +366,7 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
             "drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
         )
     return (
-        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check its data set, or skip it with "
-        f"{argument}=0."
+        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check its dataset, or skip it with {argument}=0."
     )
 
 
@@ -385,7 +384,7 @@ def _is_stateful(thing: Any) -> bool:
 
 
 def _positioned(loader: Any) -> Any:
-    """The object that saves a loader's position: the loader, or an iterable data set that it reads in this process."""
+    """The object that saves a loader's position: the loader, or an iterable dataset that it reads in this process."""
     if _is_stateful(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -394,7 +393,7 @@ def _positioned(loader: Any) -> Any:
 
 
 def _saves_position(loader: Any) -> bool:
-    """Whether a loader, or every loader that is combined in step, can resume at its position from its own state."""
+    """Whether a loader, or every loader combined in step, can resume at its position from its own state."""
     in_step = getattr(loader, "mode", "") != "max_size_cycle"
     return in_step and all(_positioned(leaf) is not None for leaf in leaves_of(loader))
 
@@ -444,7 +443,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore. The order of the data will differ from the saved run. Pass that run's loader to fit."
+            "restore. The order of the data will differ from the saved run. Pass the saved run's loader to fit."
         )
     return positioned
 

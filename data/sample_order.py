@@ -37,11 +37,10 @@ _PIECES = 1024
 
 
 def from_item(sampler: Any, count: int) -> Iterator[Any]:
-    """The items of a sampler from number ``count`` on.
+    """The items of a sampler, starting at number ``count``.
 
     Skipping items is almost free for torch's own samplers; the user's samplers are iterated over. When this returns,
-    the skipped items have been drawn and no item after them. Only torch's samplers are asked for an item past their
-    length.
+    exactly the skipped items have been drawn. Only torch's samplers are read past their length.
     """
     if not count:
         return _from_first(sampler)
@@ -86,7 +85,7 @@ def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any
 
 
 def _from_first(sampler: Any) -> Iterator[Any]:
-    """``iter(sampler)``, except that a sampler that is not torch's is not asked for an item past its length."""
+    """``iter(sampler)``, except that only torch's samplers are read past their length."""
     if _ends_by_itself(sampler):
         return iter(sampler)
     if cuts(sampler):
@@ -95,9 +94,9 @@ def _from_first(sampler: Any) -> Iterator[Any]:
 
 
 def _ends_by_itself(sampler: Any) -> bool:
-    """Whether a sampler must be read until it ends: torch's samplers draw from their generators there.
+    """Whether a sampler must be read to its end, because torch's samplers draw from their generators there.
 
-    A data set that saves its position must be too, so that it returns to its beginning.
+    A dataset that saves its position must be read to its end too, so that it returns to its beginning.
     """
     source = sampler.sampler if cuts(sampler) else sampler
     module = type(source).__module__
@@ -118,14 +117,14 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """The items of a ``RandomSampler``, which at its end draws one more permutation, for an empty remainder."""
+    """The items of a ``RandomSampler``. At its end it draws one more permutation, for an empty remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
     yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
     torch.randperm(size, generator=sampler.generator)
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """The batches of a batch sampler from number ``start`` on, as tensors instead of lists if the order is torch's."""
+    """A batch sampler's batches, starting at number ``start``; as tensors instead of lists if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -226,7 +225,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
-    """A loader's iterator, which is at batch number ``start``, limited to the loader's length.
+    """Limit a loader's iterator, which is at batch number ``start``, to the loader's length.
 
     The iterator is read past its last batch only if that runs no user code in this process, or if a saved position
     has to return to the beginning.
@@ -268,7 +267,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def takes_indices(loader: Any) -> bool:
-    """Whether a new iterator of a loader takes its indices from a sampler: torch's own ``__iter__``, and no stream."""
+    """Whether a loader's iterators take indices from a sampler: it has torch's own ``__iter__`` and no stream."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset)
@@ -277,7 +276,7 @@ def takes_indices(loader: Any) -> bool:
 def can_jump(loader: Any) -> bool:
     """Whether batches can be skipped without loading them.
 
-    A running iterator with persistent workers keeps the sampler with which it was made.
+    A running iterator with persistent workers keeps the sampler that it was created with.
     """
     if not takes_indices(loader):
         return False
@@ -286,13 +285,13 @@ def can_jump(loader: Any) -> bool:
 
 
 def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
-    """A loader's iterator from batch number ``start`` on, as if the batches before it had been read.
+    """A loader's iterator, starting at batch number ``start`` as if the batches before it had been read.
 
     Args:
         loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: workers that load by index seed their random states from this and the number of each batch; None leaves
-            them as they are.
+        seed: workers that load by index seed their random states from this and each batch's number; None leaves the
+            random states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)
@@ -314,12 +313,12 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Draw from a loader's generators what a whole pass over it draws, without loading anything.
+    """Advance a loader's generators as a full pass over it would, without loading anything.
 
     Args:
         loader: a loader that :func:`can_jump`.
         first: whether it is the first pass, the only one in which persistent workers get their seed.
-        limit: number of batches after which the pass ends; workers have received some more by then.
+        limit: number of batches after which the pass ends; by then workers have already received a few more.
     """
     items = _from_first(_sampler_of(loader))
     if first or not loader.persistent_workers:

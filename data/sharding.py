@@ -1,10 +1,10 @@
-"""Split a loader among several processes. :class:`Division` has the rules.
+"""Split a loader among several processes. :class:`Division` defines the rules.
 
-The processes exchange nothing: each goes through the whole order, which is the same on all of them, and loads only its
-own part. :func:`seed_shuffling` must be called before each epoch, with the same numbers on every process.
+The processes do not communicate: each iterates over the same full order and loads only its own part.
+:func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
-After an evaluation the outputs are in the data set's order if they are joined round by round and, within a round, rank
-by rank, without the batches that are :func:`surplus`.
+After an evaluation, outputs joined round by round, and rank by rank within a round, are in the dataset's order. Leave
+out :func:`surplus` batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .uneven_shards import Division, Part, Shard
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-#: Attributes of iterable data sets that split themselves by rank: those of Hugging Face, LitData and Mosaic.
+#: Attributes of iterable datasets that split themselves by rank (Hugging Face, LitData and Mosaic).
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
 
@@ -48,14 +48,14 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
     """Return a copy of a training loader that yields this process's part of the batches.
 
     ``world`` processes with batches of *b* see, batch by batch, the same samples as one process with batches of
-    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample. Multiply
-    the mean loss of the last batch by :func:`last_share`, and the mean over the processes is the mean over the samples.
+    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample: multiply
+    the mean loss of the last batch by :func:`last_share` so that the mean over processes is the mean over samples.
     ``drop_last=True`` drops samples that do not fill a batch on every process.
 
     Batches that are not made of single samples from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a list
-    of batches) are assigned whole, in turn. Other iterables stay as they are: they may already be this process's part.
-    If workers read an iterable data set, each worker has its own stream with its own end; only the end of the last one
-    is weighted exactly.
+    of batches) are assigned whole, in turn. Other iterables stay unchanged: they may already be this process's part.
+    If workers read an iterable dataset, each worker has its own stream with its own end; only the end of the last
+    stream is weighted exactly.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
@@ -67,24 +67,24 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
 
 def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
-    """Return a copy of a loader that yields this process's part, with every sample once over all processes.
+    """Return a copy of a loader that yields this process's part; all processes together see every sample once.
 
-    All processes have the same number of batches if possible; if not, the last batch of some is :func:`surplus`. If
-    workers read an iterable data set, each worker may give one process a batch more than another. ``drop_last=True``
-    drops samples that do not fill a batch, as on one process.
+    All processes have the same number of batches if possible; otherwise some end with a :func:`surplus` batch. If
+    workers read an iterable dataset, each worker may give some processes an extra batch. ``drop_last=True`` drops
+    samples that do not fill a batch, as on one process.
 
-    Arguments are as for :func:`shard_training`.
+    The arguments are the same as for :func:`shard_training`.
     """
     return shard(loader, world, partial(Division, rank, world, evaluation=True))
 
 
 def last_share(loader: Any) -> float:
-    """Weight of this process's mean over its last batch in the mean over all processes: a factor ``n * k / m``.
+    """The factor for this process's mean over its last batch: ``own samples * processes / samples of all processes``.
 
     It is 1.0 if all processes have the same number of samples, and 0.0 for a batch that only repeats a sample. It
-    belongs to the last batch of the loader itself, not to the last one before a limit. For a loader without a known
-    length it is valid once that batch has been fetched. For a ``CombinedLoader`` it is the weight of the loaders that
-    end with it if they agree, otherwise 1.0.
+    applies to the loader's own last batch, not to the last batch before a limit. For a loader without a known length it
+    is valid once that batch has been fetched. For a ``CombinedLoader`` it is the factor of the loaders that end with it
+    if they agree, otherwise 1.0.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -98,7 +98,7 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
 
     Args:
         loader: a DataLoader that :func:`shard_training` returned.
-        number: index of the batch that was yielded last, 0-based.
+        number: index of the most recent batch, 0-based.
         last: whether it is the last batch of the pass.
     """
     shard = shard_of(loader)
@@ -108,7 +108,7 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
 
 
 def surplus(loader: Any) -> bool:
-    """Whether this process has its last batch of an evaluation only because other processes have one.
+    """Whether this process's last evaluation batch exists only because other processes have one.
 
     The batch repeats samples that another process has: run it without counting it, or skip it. For a loader without a
     known length the result is valid once that batch has been fetched.
@@ -121,7 +121,7 @@ def surplus(loader: Any) -> bool:
 
 
 def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
-    """An iterator over the data set indices of each batch of the next pass. Call it before the pass, read it per batch.
+    """An iterator over the dataset indices of each batch of the next pass. Call this before the pass begins.
 
     None if the indices are unknown: without a sampler, or on one process if the samples are not in order.
     """
@@ -155,7 +155,7 @@ class RankSampler(Shard, Sampler[Any]):
         return self._batches(0)
 
     def from_item(self, count: int) -> Iterator[Any]:
-        """Like ``iter()``, but from batch number ``count`` on."""
+        """Like ``iter()``, but starting at batch number ``count``."""
         return self._batches(count)
 
     def _batches(self, start: int) -> Iterator[Any]:
@@ -188,9 +188,9 @@ class RankSampler(Shard, Sampler[Any]):
 
 
 class RankStream(Shard, IterableDataset[Any]):
-    """Replaces an iterable data set and yields this rank's part of its stream, batch by batch.
+    """Replaces an iterable dataset and yields this rank's part of its stream, batch by batch.
 
-    With workers, the stream of each worker is split. All other attributes are read from and set on the data set.
+    With workers, the stream of each worker is split. All other attributes are read from and set on the dataset.
     """
 
     def __init__(self, whole: DataLoader[Any], division: Division) -> None:
@@ -224,7 +224,7 @@ class RankStream(Shard, IterableDataset[Any]):
         if name in vars(self):
             vars(self)[name] = value
         else:
-            setattr(self.whole_dataset, name, value)  # for example from a worker_init_fn that splits the data set
+            setattr(self.whole_dataset, name, value)  # for example from a worker_init_fn that splits the dataset
 
     @property
     def share(self) -> float:
@@ -232,7 +232,7 @@ class RankStream(Shard, IterableDataset[Any]):
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
-        ends = list(enumerate(self._ends.tolist()))  # workers take turns: the last with the most batches ends last
+        ends = list(enumerate(self._ends.tolist()))  # they take turns: the last with the most batches ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
@@ -246,7 +246,7 @@ class RankStream(Shard, IterableDataset[Any]):
 
 
 class SizedRankStream(RankStream):
-    """A :class:`RankStream` of a data set with a known length; its length is this rank's number of samples."""
+    """A :class:`RankStream` of a dataset with a known length; its length is this rank's number of samples."""
 
     def __len__(self) -> int:
         total, division = len(self.whole_dataset), self.division
@@ -294,8 +294,8 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
         return loader
     if not isinstance(loader, (DataLoader, Sequence)):
         messages.info_once(
-            f"{type(loader).__name__} is not a DataLoader, so each of the {world} processes gets all its batches: it "
-            "may split them by rank itself. If it does not, make it yield only each process's part, or pass a "
+            f"{type(loader).__name__} is not a DataLoader, so each of the {world} processes gets all its batches, in "
+            "case it splits them by rank itself. If it does not, make it yield only this process's part, or pass a "
             "DataLoader or a list of batches."
         )
         return loader
@@ -305,7 +305,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
         _note_all_read(loader.dataset, world)
         division = divide(size=loader.batch_size or 1, drop_last=loader.drop_last)
         kind = RankStream if length_of(loader.dataset) is None else SizedRankStream
-        # The data set yields all samples of a batch together, because it decides where a batch ends.
+        # The dataset yields all samples of a batch together, because it decides where a batch ends.
         return replaced(loader, dataset=kind(loader, division), batch_sampler=None, paceline_whole=loader)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     batches: Any = getattr(loader, place)
@@ -351,7 +351,7 @@ def _close(items: Iterator[Any], source: Any) -> None:
 
 
 def is_split(loader: Any) -> bool:
-    """Whether a loader is already split by process, by a sampler or a data set that knows the ranks."""
+    """Whether a sampler or dataset that knows the ranks already splits the loader by process."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
@@ -374,7 +374,7 @@ def _ending(loader: CombinedLoader) -> list[Any]:
 def _note_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
-        "because an iterable data set cannot be read in parts. To read less, split it by rank yourself and pass "
+        "because an iterable dataset cannot be read in parts. To read less, split it by rank yourself and pass "
         "Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one process read "
         "for all with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",

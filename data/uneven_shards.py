@@ -14,7 +14,7 @@ class Part(NamedTuple):
     Attributes:
         items: the items in the stream's order; never empty.
         share: weight of the mean over ``items`` in the mean over all processes. 1.0 if all processes took the same
-            number, 0.0 if the items are only repeated because the other processes have some.
+            number, 0.0 if the items are only repeats, added because other processes have some.
     """
 
     items: Sequence[Any]
@@ -30,7 +30,7 @@ class Division:
     number of batches.
 
     Evaluation: no item is used twice. If the last round would have fewer items than there are ranks, the last two
-    rounds are divided anew. If that is impossible (``size`` is 1, or there are fewer items than ranks), the remaining
+    rounds are redistributed. If that is impossible (``size`` is 1, or there are fewer items than ranks), the remaining
     ranks repeat an item with a share of 0.
 
     Attributes:
@@ -39,7 +39,7 @@ class Division:
         size: maximum number of items that a process takes in a round.
         drop_last: whether every part has exactly ``size`` items. Training drops a last round that is not full;
             evaluation drops items that do not fill one process's part.
-        evaluation: whether the rule for evaluation applies.
+        evaluation: whether the evaluation rule applies.
         repeats: whether, in training, a rank that gets nothing of the last round repeats an item. If False, it has one
             batch less than the others.
     """
@@ -122,12 +122,12 @@ class Division:
 
 
 class Shard:
-    """Base of the objects that select one process's part in a loader.
+    """Base class of the objects that select one process's part of a loader.
 
     Attributes:
         division: how the loader is divided.
-        order_seed: seed for a sampler or data set that has no generator of its own; None to use the random states of
-            the process.
+        order_seed: seed for a sampler or dataset that has no generator of its own; None to use the process's random
+            states.
         alike: whether worker processes must draw the same numbers on all ranks, because each reads a whole stream.
     """
 

@@ -1,6 +1,6 @@
 """Data loader workers: protect them from signals to the whole process group, end them with the run, explain lost ones.
 
-A run that receives a signal finishes its step and saves, which it cannot do if the same signal has killed its workers.
+A run that receives a signal finishes its step and saves; it cannot if the same signal has killed its workers.
 Workers must also not outlive the run, and torch's own check misses a parent that died before the worker was ready.
 """
 
@@ -32,8 +32,8 @@ from ..torch_private import workers_of
 #: Whether the sender of SIGTERM is known, as on Linux. If it is not, workers must still obey SIGTERM.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
-#: Seconds between two checks whether the run still exists, and seconds that torch then has to end the worker itself
-#: (torch checks every 5 s).
+#: Seconds between checks that the run still exists, and seconds that torch has to end the worker itself once it does
+#: not (torch checks every 5 s).
 _LOOK, _GRACE = 1.0, 10.0
 #: The most recently started worker processes of each loader; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
@@ -112,7 +112,7 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _explain_ended_children() -> None:
-    """Improve the error that torch raises in its handler of SIGCHLD, wherever the program is when a child ends."""
+    """Improve the error that torch's SIGCHLD handler raises, wherever the program is when a child ends."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "func", None) is not _child_ended:
         signal.signal(signal.SIGCHLD, partial(_child_ended, handler))
@@ -131,7 +131,7 @@ def _child_ended(handler: Callable[[int, FrameType | None], Any], signum: int, f
 def explain_lost_worker(
     error: BaseException, where: str, name: Callable[[Any], str | None] = lambda loader: None
 ) -> WorkerLostError | None:
-    """A better error for one that was raised because a data loader worker has ended; None for any other error.
+    """A better error if ``error`` was raised because a data loader worker ended; None for any other error.
 
     Args:
         error: the error that was raised.
@@ -182,7 +182,7 @@ def _workers_in(trace: TracebackType | None) -> list[Any]:
 
 
 def _ended(workers: list[Any]) -> tuple[int, int] | None:
-    """The worker that has failed or is just failing: its connection closes before its process ends."""
+    """The worker that has failed or is failing right now; its connection closes before its process ends."""
     if workers and not any(worker.exitcode for worker in workers):
         with suppress(RuntimeError):  # torch's own error about it
             ending = wait([worker.sentinel for worker in workers if worker.exitcode is None], _ENDING_SECONDS)
@@ -204,18 +204,18 @@ def _code(killed: str | None, ended: str | None) -> int | None:
 
 
 def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
-    here = "num_workers=0 runs the data set in this process"
+    here = "num_workers=0 runs the dataset in this process"
     if code is None or code >= 0:
         ended = "ended unexpectedly" if code is None else f"ended with exit status {code}"
         return (
-            f"{ended}{at}, without an exception: something in the data set ended the process (sys.exit, os._exit), or "
-            f"it could not start; its output is above. {here} and shows where."
+            f"{ended}{at}, without an exception: something in the dataset ended the process (sys.exit, os._exit), or "
+            f"the process could not start; its output is above. {here} and shows where."
         )
     killed, fewer = f"was killed by signal {-code} ({signal_name(-code)}){at}", _fewer(loader)
     if -code == getattr(signal, "SIGKILL", 9):
         return (
             f"{killed}, probably by the system because memory ran out; check the system log (dmesg). This machine has "
-            f"{messages.size(available_memory())} left now. {fewer}, use smaller batches, or keep the samples in a "
+            f"{messages.size(available_memory())} of memory left. {fewer}, use smaller batches, or keep samples in a "
             "tensor, an array or files: over time each worker gets its own copy of Python objects."
         )
     if -code == getattr(signal, "SIGBUS", 7):
@@ -225,8 +225,8 @@ def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
             f"{fewer[1:]}."
         )
     if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return f"{killed}, a crash in compiled code that the data set calls. {here}; PYTHONFAULTHANDLER=1 shows where."
-    return f"{killed}. Another program or a user sent it that signal."
+        return f"{killed}, a crash in compiled code that the dataset calls. {here}; PYTHONFAULTHANDLER=1 shows where."
+    return f"{killed}. Another program or a user sent that signal."
 
 
 def _fewer(loader: DataLoader[Any] | None) -> str:

@@ -27,7 +27,7 @@ def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
 
 
 def wanted_workers(facts: Facts) -> int:
-    """Return the number of workers with which the next batch is ready when a step ends."""
+    """Return how many workers it takes to have the next batch ready when a step ends."""
     fetch, rest = _fetch_and_rest(facts)
     return max(1, math.ceil(fetch / rest * 1.1))
 
@@ -60,7 +60,7 @@ def data_bound(case: Case) -> Finding | None:
     else:
         more = f"num_workers={cores} and " if workers < cores else ""
         change = (
-            f"Use {more}a cheaper data set: store it decoded and resized, keep it in memory if it fits, or move "
+            f"Use {more}a cheaper dataset: store it decoded and resized, keep it in memory if it fits, or move "
             f"augmentation to the device. A worker may take at most {duration(rest * cores)} for a batch."
         )
     return Finding(
@@ -109,7 +109,7 @@ def too_many_workers(case: Case) -> Finding | None:
         "The workers compete for the cores with each other and with the training process. Each also keeps prefetched "
         "batches in memory and takes time to start.",
         f"Set num_workers={wanted}.",
-        "The first step comes earlier, less memory is used, and throughput stays the same or rises a little.",
+        "The first step starts earlier, less memory is used, and throughput stays the same or rises a little.",
         share=facts.share("data") / 2,
     )
 

@@ -33,7 +33,7 @@ WATCHED = (1, 2)
 
 _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
 
-#: Part of a step by the end of an action's name; the first match counts.
+#: Part of a step by the end of an action's name; the first match wins.
 _SUFFIXES = (
     (".train_dataloader_next", "data"),
     (".batch_to_device", "copy"),
@@ -169,7 +169,7 @@ class Doctor(Profiler):
             yield batch
 
     def _at(self, step: int) -> None:
-        """Handle a boundary before step number ``step`` at which something changes."""
+        """Handle a step boundary where something changes; ``step`` is the step that comes next."""
         clock, watch, device = self.clock, self.step_watch, self.device_clock
         if watch is not None:
             watch.end()
@@ -192,7 +192,7 @@ class Doctor(Profiler):
             self.step_watch.begin()
 
     def _settled(self) -> None:
-        """Start to count steps."""
+        """Start counting steps."""
         self.collections.begin()
         self._hooks = dict(self.clock.hooks)
         if self.subject is not None:
@@ -225,7 +225,7 @@ class Doctor(Profiler):
             self.end()
 
     def end(self) -> None:
-        """Make the report after the last step. Called on every rank."""
+        """Create the report after the last step. Called on every rank."""
         if self.subject is None:
             return
         strategy = self.subject.strategy

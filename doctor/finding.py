@@ -18,7 +18,7 @@ class Finding:
         why: the cause.
         change: what to change.
         gain: expected gain, in words.
-        share: fraction of the time, by which findings are sorted.
+        share: fraction of the time; findings are sorted by it.
         is_note: whether it costs nothing in this run, but would elsewhere.
     """
 

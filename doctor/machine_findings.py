@@ -31,7 +31,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
                     "Use a smaller batch with gradient_accumulation_steps, mixed_precision='bf16'",
                 )
                 + ", activation checkpointing, or FSDP.",
-                "A slightly larger batch no longer ends the run.",
+                "A slightly larger batch no longer runs out of memory.",
                 0.05,
             )
         host, left = memory.get("host_total", 0.0), memory.get("host_available", 0.0)
@@ -40,7 +40,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
                 "memory_nearly_full",
                 f"Only {left / 2**30:.1f} GiB of the host's {host / 2**30:.0f} GiB are free.",
                 "When memory runs out, the system swaps or kills a process, and the run stops.",
-                "Use fewer workers or a smaller prefetch_factor, or map the data into memory instead of loading it.",
+                "Use fewer workers or a smaller prefetch_factor, or memory-map the data instead of loading it.",
                 "The run no longer fails when other programs need memory.",
                 0.05,
             )
@@ -94,7 +94,7 @@ def numa_distance(case: Case) -> Finding | None:
         "numa_distance",
         f"{named_ranks(one.rank for one in far).capitalize()} may run on cores of {facts.numa['nodes']} NUMA nodes, "
         f"but the GPU of rank {facts.rank} is attached to node {facts.numa['device_node']}.",
-        "Batches prepared on another node have a longer way to the GPU, and kernel launches take longer.",
+        "Batches prepared on another node take longer to reach the GPU, and so do kernel launches.",
         "Use paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
         "A step is a few percent faster, and more if much data is copied.",
         0.03,

@@ -1,4 +1,4 @@
-"""Measurements of one process as plain data, from which findings and the JSON file are made."""
+"""Measurements of one process as plain data, for the findings and the JSON file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Facts:
         steps: counted batches, without the warmup in which memory is allocated and graphs are compiled.
         seconds: host seconds of the counted steps by part; they add up to the elapsed time.
         device_seconds: device seconds by part, scaled to all counted steps; empty without a GPU.
-        step_seconds: seconds of the counted steps, thinned out.
+        step_seconds: seconds of the counted steps, at most :data:`MOST_POINTS` of them.
         run_seconds: seconds of the whole run.
         run_parts: seconds of the whole run, by part.
         often: number of counted steps with a validation or checkpoint of significant length.

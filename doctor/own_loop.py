@@ -54,9 +54,10 @@ class Wiring:
 
     @contextmanager
     def examined(self) -> Iterator[Doctor]:
-        """Context around a loop; at its end all ranks together make the report, print it and write it.
+        """Context around a loop. At its end all ranks together create the report, print it and write it.
 
-        What is prepared inside is measured too. A loop that an error ends is judged by the steps that rank 0 has done.
+        Objects prepared inside the context are measured too. If an error ends the loop, the report covers the steps
+        that rank 0 has finished.
         """
         examiner = self.examiner
         examiner.setup("fit", self.accelerator.local_process_index, self.accelerator.project_dir)
@@ -69,7 +70,7 @@ class Wiring:
                 self.unwrap()
                 _judge_what_is_done(examiner)
                 raise
-            self.unwrap()  # what is printed and exchanged below is no part of the loop
+            self.unwrap()  # the printing and communication below are not part of the loop
             examiner.end()
             examiner.describe()
         finally:
@@ -120,7 +121,7 @@ class Wiring:
     # ---- wrapping ---------------------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        """Wrap everything that is prepared so far."""
+        """Wrap everything that was prepared so far."""
         accelerator, clock = self.accelerator, self.examiner.clock
         for name, part in _METHODS.items():
             self._set(accelerator, name, clock.around(part, getattr(accelerator, name)))
@@ -194,8 +195,8 @@ class Wiring:
 class PlannedLoop(Wiring):
     """A loop in a script that ``paceline doctor`` runs.
 
-    It is measured until so many batches are done or the training ends; then the report is written, and the program
-    ends.
+    It is measured until the plan's number of batches is done or training ends; then the report is written, and the
+    program exits.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
@@ -207,7 +208,7 @@ class PlannedLoop(Wiring):
         self._done = False
 
     def start(self) -> None:
-        """Measure from here on."""
+        """Start measuring."""
         self.examiner.setup("fit", self.accelerator.local_process_index)
         self.wrap()
         self.examiner.begin(self)
@@ -246,15 +247,15 @@ class PlannedLoop(Wiring):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """At the end of a program: the report takes all processes, and one that failed is alone."""
+        """Write the report when the program ends, unless it failed: the report needs every process."""
         if getattr(sys, "last_value", None) is None:
             self._finish()
 
 
 def _judge_what_is_done(examiner: Doctor) -> None:
-    """An error has ended the loop; nothing that goes wrong here hides it."""
+    """Report on a loop that an error ended, without hiding that error."""
     try:
         examiner.interrupted()
         examiner.describe()
     except Exception as error:
-        messages.warn(f"The doctor cannot judge a loop that an error ended: {type(error).__name__}: {error}")
+        messages.warn(f"The doctor could not report on the loop that failed: {type(error).__name__}: {error}")

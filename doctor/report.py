@@ -36,7 +36,7 @@ class Report:
 
     @classmethod
     def of(cls, ranks: Sequence[Facts]) -> Report:
-        """Make a report from the ranks' measurements."""
+        """Create a report from the ranks' measurements."""
         ordered = sorted(ranks, key=lambda facts: facts.rank)
         return cls(ordered, examine(ordered))
 

@@ -44,7 +44,7 @@ class PlannedDoctor(Doctor):
             keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
 
     def attach(self, trainer: Trainer) -> None:
-        """End the fit after the plan's batches, or earlier if it would end earlier."""
+        """End the fit after the plan's batches, unless it ends earlier by itself."""
         super().attach(trainer)
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)

@@ -41,8 +41,8 @@ class Clock:
         totals: seconds by part since the start, and the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
         hooks: seconds by hook, for named hooks.
-        marks: records the same switches on the device, in measured steps (:class:`.device_clock.DeviceClock`); None in
-            others.
+        marks: in measured steps, records the same switches on the device (:class:`.device_clock.DeviceClock`);
+            otherwise None.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")

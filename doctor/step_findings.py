@@ -179,7 +179,11 @@ def logging_share(case: Case) -> Finding | None:
     if callbacks >= logging:
         named = hooks(max(case, key=lambda facts: facts.share("callbacks")))
         first = next((name for name, one in named.items() if one >= share / 2), "")
-        why = f"These hooks take the time: {listed(named)}." if named else "Hooks of callbacks and the module take it."
+        why = (
+            f"These hooks take the time: {listed(named)}."
+            if named
+            else "Hooks of callbacks and the module take the time."
+        )
         change = "Do this work every n steps or at the end of an epoch"
         change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in first else "."
         change += there(case, " Trainer(profiler='simple') lists all hooks.", "")

@@ -28,7 +28,7 @@ _WAITS = {
 
 
 class Line(NamedTuple):
-    """A line of user code at which the host waits for the device."""
+    """A line of user code where the host waits for the device."""
 
     file: str
     number: int
@@ -49,7 +49,7 @@ def users_line() -> tuple[str, int] | None:
 
 
 class StepWatch(TorchDispatchMode):
-    """Count the operators of a step, and record the user's lines at which a host would wait for a GPU.
+    """Count the operators of a step, and record the user's lines where the host would wait for a GPU.
 
     It slows a step down a lot, so it watches only two warmup steps. On a GPU, torch itself reports where the host waits
     (``torch.cuda.set_sync_debug_mode``), including waits that no operator shows.
@@ -170,7 +170,7 @@ class Compilations:
         self._clock.enter(self._before)
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._watch is not None:
             off_compiling(self._enter, self._leave)
 

@@ -1,1 +1,1 @@
-"""How much memory a model and its training take, found without taking any."""
+"""Estimate how much memory a model and its training take, without allocating it."""

@@ -1,4 +1,4 @@
-"""Estimate the memory of a model and its training without allocating it."""
+"""Estimate the memory of a model and its training, without allocating it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one process of a training, in bytes.
+    """The memory that one process needs for training, in bytes.
 
     The peak is less than the sum of the parts, because activations are freed while gradients are created.
 
@@ -44,19 +44,19 @@ class MemoryEstimate:
         precision: as in ``Trainer(precision=...)``.
         strategy: name of the strategy.
         num_processes: number of processes.
-        batch_size: samples in a batch of one process; None without a batch.
-        weights: parameters and buffers; with sharding, this process's part.
+        batch_size: samples in one process's batch; None without a batch.
+        weights: parameters and buffers; with sharding, this process's shards.
         gradients: gradients at the update.
         optimizer: the optimizer's state.
         activations: tensors that forward saves for backward, and the batch; None without a batch, or if the step runs
             backward itself.
-        training: peak of the training; a lower bound without a batch.
+        training: peak memory of training; a lower bound without a batch.
         training_phase: phase of the peak: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"setup"``.
         training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``
-            (buckets of DDP; weights that FSDP gathers from other processes) and ``temporary``.
-        inference: peak of a forward pass without gradients; None in the same cases as ``activations``.
-        host: memory of the host with ``cpu_offload``.
-        guessed: whether the step reads values from tensors, so its memory may depend on them.
+            (DDP's buckets; weights that FSDP gathers from other processes) and ``temporary``.
+        inference: peak memory of a forward pass without gradients; None in the same cases as ``activations``.
+        host: host memory with ``cpu_offload``.
+        guessed: whether the step reads values from tensors, so that its memory may depend on them.
     """
 
     precision: str
@@ -92,17 +92,18 @@ def estimate_memory(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> MemoryEstimate:
-    """Estimate the memory of a training by running two steps on tensors that have shapes but no memory.
+    """Estimate the memory for training by running two steps on tensors that have shapes but no memory.
 
-    Forward, backward and update are those of the strategy and the precision, and gradients are cleared after the
-    update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP is one process plus buckets, a
-    copy of all gradients (none with ``gradient_as_bucket_view``). Not counted: the process itself (Python, torch, a
-    CUDA context of about 0.5 GiB), memory inside library operations, allocator fragmentation, and the setup of the run.
+    Forward, backward and update run as under the strategy and the precision, and gradients are cleared after the
+    update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP counts as one process plus its
+    buckets, which are a copy of all gradients (none with ``gradient_as_bucket_view``). The estimate excludes the
+    process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside library operations, allocator
+    fragmentation, and the setup of the run.
 
     Args:
         module: a model or a ``TrainingModule``, possibly on the meta device; it is copied and not changed.
-        batch: a batch of one process; None for weights, gradients and optimizer state only.
-        optimizer: a name in ``torch.optim``, or a function that creates one from parameters; None for that of
+        batch: one process's batch; None for weights, gradients and optimizer state only.
+        optimizer: a name in ``torch.optim``, or a function that creates an optimizer from parameters; None uses
             ``configure_optimizers``, or AdamW for a plain module.
         loss: ``loss(module, batch)``; None for ``training_step``, or the output's ``loss``, or the mean of other
             outputs (a mapping is passed to the module by name, a tuple in order).
@@ -112,11 +113,11 @@ def estimate_memory(
         num_processes: number of processes for DDP and FSDP.
         accumulate_grad_batches: micro-batches in a window.
         activation_checkpointing: True for the repeated blocks, or a value that ``FSDPStrategy`` accepts.
-        device: device whose kernels are simulated; without a GPU, estimates for one use the CPU's.
+        device: device whose kernels are simulated; without a GPU, estimates for a GPU use the CPU's kernels.
 
     Raises:
         ValueError: a name is unknown, or arguments contradict each other.
-        RuntimeError: the step cannot run without values. Leave ``batch`` out to estimate all but the activations.
+        RuntimeError: the step cannot run without values. Leave ``batch`` out to estimate everything but activations.
 
     Example:
         >>> found = estimate_memory(nn.Linear(1000, 1000), torch.empty(8, 1000), precision="bf16-mixed")
@@ -125,8 +126,8 @@ def estimate_memory(
     """
     if strategy in _SINGLE and num_processes != 1:
         raise ValueError(
-            f"estimate_memory(strategy={strategy!r}, num_processes={num_processes}) contradict each other: that "
-            "strategy has one process. Write strategy='ddp' or 'fsdp'."
+            f"estimate_memory: strategy={strategy!r} and num_processes={num_processes} contradict each other: this "
+            "strategy runs in one process. Use strategy='ddp' or 'fsdp'."
         )
     return estimate_strategies(
         module,
@@ -155,7 +156,7 @@ def estimate_strategies(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> list[MemoryEstimate]:
-    """Like :func:`estimate_memory` for several strategies, which share steps if possible."""
+    """Like :func:`estimate_memory`, but for several strategies; they share simulated steps if possible."""
     found, run = [], {}
     for asked in strategies:
         processes = 1 if asked in _SINGLE else num_processes
@@ -207,7 +208,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         return _Plan("ddp", SingleDevice(device, chosen), checkpointing, True, buckets=True, views=views)
     if type(found) is not FSDPStrategy:
         raise ValueError(
-            f"estimate_memory(strategy={type(found).__name__}) is none that can be estimated. Pass a DDPStrategy, an "
+            f"estimate_memory: strategy={type(found).__name__} cannot be estimated. Pass a DDPStrategy, an "
             f"FSDPStrategy, or a name: {messages.names(_NAMES)}."
         )
     offload = isinstance(found.offload, CPUOffloadPolicy)
@@ -217,16 +218,16 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         found.activation_checkpointing = checkpointing
     found.precision = chosen
     DistributedStrategy.place(found, [device] * processes)
-    found._cluster = None  # a launcher's, if this process has one
+    found._cluster = None  # it would be the launcher's, if this process has one
     found._mesh_shape()
     return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
 def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
-    if found.name == "16-mixed":  # whether a scaled gradient overflows is not known; the scale itself takes 4 bytes
+    if found.name == "16-mixed":  # it is unknown whether a scaled gradient overflows; the scale itself takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
-    vars(found)["convert_module"] = lambda module: module  # the copy has the dtype already
+    vars(found)["convert_module"] = lambda module: module  # the copy already has the dtype
     return found
 
 
@@ -242,15 +243,15 @@ def _run(rehearsal: Rehearsal, owner: str, steps: bool, micro_batches: int) -> N
 def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
     try:
         rehearsal.infer()
-        rehearsal.train(micro_batches)  # from now on there is an optimizer state
+        rehearsal.train(micro_batches)  # the optimizer state exists from here on
         rehearsal.train(micro_batches)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
-            f"The memory of a step of {owner} cannot be estimated: without values it ended in "
-            f"{type(error).__name__}: {first} If the step runs for real, it needs values out of its tensors, or "
-            "takes an operation of which torch does not know the shape. Leave the batch out for weights, gradients and "
-            "optimizer state alone."
+            f"The memory of a step of {owner} cannot be estimated: without values it raised "
+            f"{type(error).__name__}: {first} If the step works with real tensors, it reads values from them, or uses "
+            "an operation whose output shape torch cannot infer. Leave the batch out to estimate only weights, "
+            "gradients and optimizer state."
         ) from error
 
 
@@ -286,11 +287,11 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
-    """The block or layer with the most bytes, which is not split between devices.
+    """The block or layer with the most bytes: the largest unit that is not split between devices.
 
     Args:
-        sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``, a name without a
-            number to its layer.
+        sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``; a name without a
+            number belongs to its layer.
     """
     layers: dict[str, int] = {}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Simulate a Trainer's training on tensors that have shapes but no memory."""
+"""Simulate training with a Trainer on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .tensor_lifetimes import Ledger
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: Phases of the run itself, in which memory counts towards the training's peak.
+#: Phases of the run itself: memory in these phases counts toward the training peak.
 PHASES = ("forward", "backward", "optimizer step")
 
 
 class Copier:
-    """Copies modules and batches with tensors that have shapes but no memory.
+    """Copies modules and batches, giving the copies tensors that have shapes but no memory.
 
     Args:
-        mode: the mode of the new tensors.
+        mode: the mode in which the new tensors are created.
         dtype: dtype of floating-point tensors; None to keep it.
     """
 
@@ -46,7 +46,7 @@ class Copier:
         self._made: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape and layout."""
+        """A tensor with the same shape and layout."""
         if id(tensor) not in self._made:
             dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
@@ -68,12 +68,12 @@ class Copier:
             return copy.deepcopy(module, dict(self._made))
         except Exception as error:
             raise TypeError(
-                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), which an estimate does "
-                "so that yours stays as it is. Pass a function that builds it."
+                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}). The estimate works on a "
+                "copy so that your module stays unchanged. Pass a function that builds the module."
             ) from error
 
     def batch(self, batch: Any) -> Any:
-        """A batch whose tensors have no memory."""
+        """A copy of a batch whose tensors have no memory."""
         if isinstance(batch, Mapping) and type(batch) is not dict:
             batch = dict(batch)
         return pytree.tree_map_only(Tensor, self.tensor, batch)
@@ -83,8 +83,8 @@ class Rehearsal:
     """A copy of a module that trains on one batch without memory.
 
     Args:
-        batch: a batch of one process; None to not run steps.
-        strategy: a placed strategy; with several processes, this simulates the first one.
+        batch: one process's batch; None runs no steps.
+        strategy: a placed strategy; with several processes, this simulates the first process.
         optimizer: creates the optimizers from the copied module.
         loss: ``loss(module, batch)``; None for :func:`loss_of`.
         activation_checkpointing: as for ``FSDPStrategy``.
@@ -112,20 +112,20 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which tensors take no memory and are recorded."""
+        """Context that records tensors and gives them no memory."""
         several = fake_group(self.strategy) if isinstance(self.strategy, FSDPStrategy) else nullcontext()
         with several, self.mode, self.ledger.watching():
             yield
 
     def set_up(self) -> None:
-        """Set up the module by the strategy, and create the optimizers."""
+        """Let the strategy set up the module, and create the optimizers."""
         ledger = self.ledger
         if self.activation_checkpointing not in (None, False) and not self.strategy.communicates_forward:
             policy = self.activation_checkpointing
             checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
-        if self.strategy.communicates_forward:  # otherwise the copy has its device and dtype already
+        if self.strategy.communicates_forward:  # otherwise the copy already has the right device and dtype
             self.module = self.strategy.setup_module(self.module)
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         for parameter in self.module.parameters():
@@ -178,7 +178,7 @@ class Rehearsal:
         return getattr(self.module, "automatic_optimization", True)
 
     def infer(self) -> None:
-        """Run one forward pass without gradients; do nothing if the step runs backward itself."""
+        """Run one forward pass without gradients. Does nothing if the step runs backward itself."""
         if not self.automatic:
             return
         self.ledger.begin("inference")
@@ -195,12 +195,14 @@ class Rehearsal:
             self.strategy.sync_gradients(number + 1 == micro_batches)
             self.ledger.begin("forward")
             output = self.step()
-            if not automatic:  # the step has run backward and update
+            if not automatic:  # the step has run backward and the update itself
                 continue
             self.ledger.claim_living("forward", "activations")
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
-                raise TypeError(f"{type(self.module).__name__}: the step returned {type(loss).__name__}, and no loss.")
+                raise TypeError(
+                    f"{type(self.module).__name__}: the step returned {type(loss).__name__} instead of a loss."
+                )
             self.ledger.begin("backward")
             self.strategy.backward(loss)
             for parameter in self.module.parameters():
@@ -208,7 +210,7 @@ class Rehearsal:
         self.update(automatic)
 
     def update(self, automatic: bool = True) -> None:
-        """Step, and clear gradients."""
+        """Run the optimizer step and clear the gradients."""
         self.ledger.begin("optimizer step")
         for optimizer in self.optimizers:
             if automatic:
@@ -218,14 +220,14 @@ class Rehearsal:
         self.ledger.begin("between")
 
     def states(self) -> list[Tensor]:
-        """The tensors of the optimizers' state."""
+        """The tensors in the optimizers' state."""
         states = [optimizer.state for optimizer in self.optimizers]
         return [
             value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)
         ]
 
     def update_alone(self) -> None:
-        """Run the update with gradients of zeros, without a backward pass."""
+        """Run the update with zero gradients, without a backward pass."""
         self.ledger.begin("optimizer step")
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -235,14 +237,14 @@ class Rehearsal:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Call a module: a mapping is passed by name, a tuple or list in order."""
+    """Call a module: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a module's output, else the sum of the float32 means of its floating-point tensors."""
+    """The loss in a module's output, or else the sum of its floating-point tensors' float32 means."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -256,11 +258,11 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
-    """Context with a process group of only the first process, which sends nothing."""
+    """Context with a fake process group in which only the first process exists and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError(
-            "Estimating a sharded training makes a process group of its own, and this process is in one already. "
-            "Estimate before it is joined, or on the command line: paceline estimate-memory."
+            "Estimating sharded training needs its own process group, but this process has already joined one. "
+            "Estimate before joining it, or on the command line: paceline estimate-memory."
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
@@ -271,7 +273,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
 
 
 def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
-    """The optimizers for a module; see the argument ``optimizer`` of :func:`.memory_estimate.estimate_memory`."""
+    """The optimizers for a module; see the ``optimizer`` argument of :func:`.memory_estimate.estimate_memory`."""
     if asked is None and isinstance(module, TrainingModule):
         return configure(module)[0]
     if asked is None:
@@ -285,7 +287,7 @@ def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
 
 
 def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
-    """Choose the same implementation of the update as torch does for real tensors on a GPU."""
+    """Choose the same update implementation as torch does for real tensors on a GPU."""
     for group in optimizer.param_groups:
         if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True

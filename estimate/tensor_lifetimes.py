@@ -1,4 +1,4 @@
-"""Record the lifetimes of tensors of a program that runs on tensors without memory."""
+"""Record the lifetimes of tensors in a program that runs on tensors without memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..torch_private import (
     storage_key,
 )
 
-#: Kinds of memory. ``gathered``: weights of other processes and gradient buckets; ``temporary``: short-lived tensors
-#: of operations and backward passes.
+#: Kinds of memory. ``gathered``: other processes' weights, and gradient buckets; ``temporary``: short-lived tensors in
+#: operations and backward passes.
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
 
 _PATCHING = threading.RLock()
@@ -54,7 +54,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.guessed = False
         self.phases: list[tuple[int, str]] = [(0, "setup")]
-        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes it grew by)
+        self._events: list[tuple[int, int]] = []  # (a storage's number, the bytes that it grew by)
         self._born: list[str] = []
         self._kinds: dict[int, str] = {}
         self._living: dict[int, list[int]] = {}  # storage -> [number, bytes]
@@ -63,7 +63,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first resolve it into operations on local tensors and communication
+            return NotImplemented  # first resolve it to operations on local tensors and communication
         kwargs = kwargs or {}
         if func is grouped_mm.default:
             result = _grouped(*args, **kwargs)
@@ -107,26 +107,26 @@ class Ledger(TorchDispatchMode):
         self.phases.append((len(self._events), phase))
 
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of tensors that have none yet."""
+        """Set the kind of each tensor that does not have one yet."""
         for tensor in tensors:
             self._kinds.setdefault(self._see(tensor), kind)
 
     def claim_living(self, born: str, kind: str) -> None:
-        """Set the kind of living tensors that were created in a phase and have none yet."""
+        """Set the kind of each living tensor that was created in a phase and does not have a kind yet."""
         for number, _ in self._living.values():
             if self._born[number] == born:
                 self._kinds.setdefault(number, kind)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which operations and resized storages are recorded."""
+        """Context that records operations and resized storages."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             entry = self._living.get(storage_key(storage))
             if entry is not None:
-                self._kinds.setdefault(entry[0], "gathered")  # FSDP empties and fills what it gathers
+                self._kinds.setdefault(entry[0], "gathered")  # FSDP frees and refills gathered storages
                 self._resized(storage)
             return result
 
@@ -142,7 +142,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def most(self) -> dict[str, int]:
-        """The peak of each kind during the training."""
+        """The peak of each kind during training."""
         now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         start = max((index for index, phase in self.phases if phase == "ready"), default=0)
         for index, (number, grown) in enumerate(self._events):
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
 
         Args:
             counts: whether a phase is included.
-            constant: bytes that exist all the time, by kind; they replace the recorded ones of these kinds.
+            constant: bytes that exist all the time, by kind; they replace the recorded bytes of these kinds.
         """
         constant = constant or {}
         now = dict.fromkeys(KINDS, 0) | constant
@@ -178,7 +178,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The shape of a grouped matrix product; torch's own shape function only supports bfloat16."""
+    """An empty result for a grouped matrix product, because torch's own shape function only supports bfloat16."""
     if a.dim() == 2 and b.dim() == 2:
         groups = 1 if offs is None else offs.shape[0]
         shape = (groups, a.shape[0], b.shape[1])

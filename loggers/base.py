@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
+
+from .. import messages
 
 
 class Logger(ABC):
     """Base class of loggers, which send a run's values to a file or a service.
 
-    The trainer calls every method on rank 0 only, from the training thread. A slow logger should write in a thread or
-    process of its own.
+    The trainer calls every method on rank 0 only, from the training thread. A slow logger should write in its own
+    thread or process.
     """
 
     group_separator: str = "/"
@@ -63,7 +66,7 @@ class Logger(ABC):
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log values of one step, which need not be numbers, if this logger can show them.
 
-        ``options`` are those of the specific logger.
+        ``options`` depend on the logger.
         """
         if options:
             raise TypeError(
@@ -147,6 +150,16 @@ class DummyLogger(Logger):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _discard
+
+
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate ``experiment`` of a logger of your own: ranks other than 0 get an object that takes every call."""
+
+    @wraps(fn)
+    def experiment(self: Any) -> Any:
+        return fn(self) if messages.is_rank_zero() else Nothing()
+
+    return experiment
 
 
 def _discard(*args: Any, **kwargs: Any) -> None:

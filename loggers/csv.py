@@ -66,7 +66,7 @@ class CSVLogger(FolderLogger):
         self._add(numbers(metrics), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers and texts of one step."""
+        """Log numbers and strings of one step."""
         if options:
             super().log_record(values, step, **options)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}

@@ -1,4 +1,4 @@
-"""Base of loggers that write each run to a folder of its own."""
+"""Base of loggers that write each run to its own folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
-from .base import Logger, Nothing
+from .base import Logger, rank_zero_experiment
 from .values import mapping, plain
 
 HPARAMS_FILE = "hparams.yaml"
@@ -40,18 +40,21 @@ class FolderLogger(Logger):
         prefix: prefix of each metric's name, followed by a dash.
     """
 
+    NAME_HPARAMS_FILE = HPARAMS_FILE
+    LOGGER_JOIN_CHAR = "-"
+
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
         who = type(self).__name__
         if "://" in os.fspath(save_dir):
             raise ValueError(
-                f"{who}(save_dir={os.fspath(save_dir)!r}) is a URL, but this logger writes local files. "
-                "Give a local or mounted folder and copy it afterwards."
+                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. "
+                "Pass a local or mounted folder and copy it afterwards."
             )
         if not _is_version(version):
             raise ValueError(
-                f"{who}(version={version!r}) is not a version: a version is a number from 0 or the name of a folder. "
+                f"{who}: version={version!r} is not a version: a version is a number from 0 or the name of a folder. "
                 "Set version=3 or version='my_run', or leave it out for the next free number."
             )
         self.hparams: dict[str, Any] = {}
@@ -59,7 +62,7 @@ class FolderLogger(Logger):
         self._name = name or ""
         self._version = version
         self._is_named = version is not None
-        self._prefix = f"{prefix}-" if prefix else ""
+        self._prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._step = -1
         self._experiment: Any = None
         self._hparams_written = False
@@ -83,7 +86,7 @@ class FolderLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        return os.path.join(self._save_dir, self._name)
+        return os.path.join(self._save_dir, self.name or "")
 
     @property
     def log_dir(self) -> str:
@@ -96,9 +99,8 @@ class FolderLogger(Logger):
         return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
-        if not messages.is_rank_zero():
-            return Nothing()
         if self._experiment is not None and self._is_deleted():
             with self._writing():
                 self._restore()

@@ -32,7 +32,7 @@ class TensorBoardLogger(FolderLogger):
     in the HParams tab, together with the run's final status, and in ``hparams.yaml``.
 
     A resumed run continues in another event file of the same folder. Values that the run logged after the checkpoint
-    are cut off its files (which have the run's id in their names), so that each step appears once.
+    are cut from its files (which have the run's id in their names), so that each step appears once.
 
     Args:
         save_dir: the folder of all experiments.
@@ -84,6 +84,11 @@ class TensorBoardLogger(FolderLogger):
         self._file: str | Path = ""
 
     @property
+    def sub_dir(self) -> str | None:
+        """The subfolder of the version's folder for the files, or None."""
+        return self._sub_dir or None
+
+    @property
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter``, for everything that this class has no method for."""
         return super().experiment
@@ -121,7 +126,7 @@ class TensorBoardLogger(FolderLogger):
                 self.experiment.add_scalar("hp_metric", -1, 0)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers, dicts of numbers (curves in one plot) and texts of one step."""
+        """Log numbers, dicts of numbers (curves in one plot) and strings of one step."""
         step = self._next_step(step)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         if options or len(texts) < len(values):
@@ -203,18 +208,18 @@ class TensorBoardLogger(FolderLogger):
         if sizes:
             messages.warn(
                 f"Event files of the resumed run are missing in {self.log_dir!r}: {messages.names(sizes, last='and')}. "
-                "Its curves begin where it continues."
+                "Its curves begin where it resumes."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
         self._hparams_due = self._hparams_due and not self._session_open
 
     def _files(self) -> list[Path]:
-        """Return this run's event files, including those of curves in one plot."""
+        """Return this run's event files, including the files of curves that share a plot."""
         return sorted(Path(self.log_dir).rglob(f"*tfevents*{self._mark}*"))
 
     def _own_files(self) -> Iterator[Path]:
-        """Return this run's event files without those of curves in one plot."""
+        """Return this run's event files, without the files of curves that share a plot."""
         return Path(self.log_dir).glob(f"*tfevents*{self._mark}*")
 
     def finalize(self, status: str) -> None:

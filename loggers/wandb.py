@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from .base import Logger, Nothing
+from .base import Logger, rank_zero_experiment
 from .values import mapping, numbers, plain, record
 
 if TYPE_CHECKING:
@@ -134,10 +134,9 @@ class WandbLogger(Logger):
         """None, because wandb itself reports where its files are."""
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Run:
         """The run, for everything that this class has no method for."""
-        if not messages.is_rank_zero():
-            return Nothing()  # type: ignore[return-value]
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
@@ -151,7 +150,7 @@ class WandbLogger(Logger):
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log anything that wandb shows: numbers, texts, images, tables; ``options`` are those of wandb's ``run.log``.
+        """Log anything that wandb shows: numbers, strings, images, tables; ``options`` are passed to ``wandb.Run.log``.
 
         With ``commit=False`` the values share a row with the next ones.
         """
@@ -240,7 +239,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log texts as a table."""
+        """Log strings as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
@@ -253,21 +252,66 @@ class WandbLogger(Logger):
             **kwargs: arguments of ``wandb.Image``, each a list with one value per image, such as
                 ``caption=["cat", "dog"]``.
         """
+        self._log_media("Image", key, images, step, kwargs)
+
+    def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Log sounds (arrays or paths), like :meth:`log_image`, for example with ``sample_rate=[16000]``.
+
+        wandb needs the package soundfile for this.
+        """
+        self._log_media("Audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Log videos (arrays or paths), like :meth:`log_image`, for example with ``fps=[10]``."""
+        self._log_media("Video", key, videos, step, kwargs)
+
+    def _log_media(
+        self, kind: str, key: str, items: Sequence[Any], step: int | None, options: Mapping[str, Sequence[Any]]
+    ) -> None:
         import wandb
 
-        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        method, word = f"log_{kind.lower()}({key!r})", kind.lower()
+        if isinstance(items, str | bytes) or not isinstance(items, Sequence):
             raise TypeError(
-                f"log_image({key!r}) got {messages.a(images)} as the images of one step, which is not a list. Put a "
-                "single image into a list: [image]."
+                f"{method} got {messages.a(items)} as the {word}s of one step, which is not a list. Put a single "
+                f"{word} into a list: [{word}]."
             )
-        for option, values in kwargs.items():
-            if len(values) != len(images):
+        for option, values in options.items():
+            if len(values) != len(items):
                 raise ValueError(
-                    f"log_image({key!r}) got {len(images)} images and {len(values)} values for {option!r}. "
-                    "Give one value for each image."
+                    f"{method} got {len(items)} {word}s and {len(values)} values for {option!r}. Give one value for "
+                    f"each {word}."
                 )
-        panels = [wandb.Image(im, **{k: v[i] for k, v in kwargs.items()}) for i, im in enumerate(images)]
+        make = getattr(wandb, kind)
+        panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
         self._log({self._prefix + key: panels}, step)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Mark an artifact as an input of the run, and return it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool = True,
+    ) -> str:
+        """Download an artifact and return the folder it is in.
+
+        Args:
+            artifact: its name, such as ``"user/project/model-abc:best"``.
+            save_dir: the folder to write to; None lets wandb choose one.
+            artifact_type: what kind it must be.
+            use_artifact: mark it as an input of the open run, if there is one.
+        """
+        import wandb
+
+        if wandb.run is not None and use_artifact:
+            found = wandb.run.use_artifact(artifact, type=artifact_type)
+        else:
+            found = wandb.Api().artifact(artifact, type=artifact_type)
+        return found.download(root=None if save_dir is None else os.fspath(save_dir))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload the ``ModelCheckpoint``'s files: now with ``log_model="all"``, else at the end of the run."""

@@ -1,4 +1,4 @@
-"""Retry on several processes together: all of them continue, or none does."""
+"""Retry on several processes together: either all of them continue, or none does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .. import messages
 from ..processes.process_group import leave
 from ..torch_private import default_store, forget_layouts, timeout_of
 
-#: How long a failed rank waits for the others to end their attempt by themselves. After that it leaves the process
-#: group, so that a collective in which they wait for it fails.
+#: How long a failed rank waits for the others to end their attempts on their own. After that it leaves the process
+#: group, so that collectives that are waiting for it fail.
 GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _searches = count()
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     Attributes:
         kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for a rank that ran out of memory) or
             :data:`ERROR`.
-        text: text of the error.
+        text: the error's text.
         peak: peak GPU memory in bytes; 0 if unknown.
     """
 
@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
 class Together:
     """Compares the outcomes of attempts between the processes of the default group, through its store.
 
-    It uses no collective, because a process group cannot be used any more once its ranks were interrupted at different
-    places. In that case all ranks leave it and create a new one with the same options.
+    It uses no collective, because a process group is unusable once its ranks have been interrupted at different places.
+    In that case all ranks leave the group and create a new one with the same options.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Together:
         self.rank, self.size = 0, 1
 
     def meet(self) -> bool:
-        """Whether there are other processes; checks again as long as there is no process group."""
+        """Whether there are other processes; checks again until there is a process group."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._kept = default_store()  # it may be this process that serves it
+            self._kept = default_store()  # this process may be the one that serves it
             self._store = self._kept.clone()
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             group: Any = dist.group.WORLD
@@ -75,7 +75,7 @@ class Together:
         return any(self._store.check([key]) for key in keys)
 
     def compare(self, own: Outcome) -> list[Outcome]:
-        """The outcomes of all ranks, by rank. Waits until each has ended its attempt."""
+        """The outcomes of all ranks, by rank. Waits until every rank has ended its attempt."""
         failed = own.kind == OUT_OF_MEMORY
         if failed:
             self._store.set(self._key(f"out/{self.rank}"), "1")
@@ -95,7 +95,7 @@ class Together:
         return found
 
     def _wait(self, what: str, seconds: float | None) -> bool:
-        """Wait until all ranks have written this key; False if that takes longer than ``seconds``."""
+        """Wait until all ranks have written this key. Returns False if that takes longer than ``seconds``."""
         start, reported = time.monotonic(), False
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:
@@ -131,6 +131,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Let go of what torch remembers of sharded tensors, with their meshes and the groups in them."""
+    """Release torch's caches of sharded tensor layouts, because they hold meshes and their process groups."""
     forget_layouts()
     gc.collect()

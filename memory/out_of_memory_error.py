@@ -1,4 +1,4 @@
-"""The error for running out of memory: where it happened, what uses the memory, what to change, and what that saves."""
+"""The out-of-memory error: says where it happened, what uses the memory, what to change, and how much that saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """How a Trainer or an Accelerator spells each piece of advice."""
+    """The arguments for each piece of advice, as a Trainer or an Accelerator spells them."""
 
     accumulate: str
     precision: str
@@ -50,11 +50,11 @@ class Sizes(NamedTuple):
     """Bytes used in this process.
 
     Attributes:
-        weights: parameters and buffers; of sharded ones, this process's shards.
+        weights: parameters and buffers; if sharded, this process's shards.
         gradients: current gradients.
         optimizer: the optimizers' state.
         trained: size of all gradients together.
-        highest: peak memory use: of the device on CUDA, of the whole process elsewhere.
+        highest: peak memory use: the device's on CUDA, the whole process's elsewhere.
     """
 
     weights: int
@@ -65,12 +65,12 @@ class Sizes(NamedTuple):
 
     @property
     def lasting(self) -> int:
-        """Bytes in use at the end of a backward pass in training, without activations kept for backward."""
+        """Bytes in use at the end of a backward pass in training, excluding activations kept for backward."""
         return self.weights + max(self.gradients, self.trained) + self.optimizer
 
     @property
     def kept(self) -> int:
-        """Upper bound of the bytes for activations kept for backward and for temporary tensors."""
+        """Upper bound on the bytes for activations kept for backward and for temporary tensors."""
         return max(0, self.highest - self.weights - self.gradients - self.optimizer)
 
 
@@ -78,10 +78,10 @@ class Situation(NamedTuple):
     """What was running when memory ran out.
 
     Attributes:
-        place: text that says where the run is.
+        place: description of where the run is.
         samples: samples in one process's batch; None if unknown.
         accumulate: micro-batches in an accumulation window.
-        training: whether it is training, not evaluation.
+        training: whether the run is training rather than evaluating.
     """
 
     door: Door
@@ -95,7 +95,7 @@ class Situation(NamedTuple):
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
-    """An error that says what to change; None if ``error`` is not an out-of-memory error, or already explained."""
+    """An error that says what to change; None if ``error`` is no out-of-memory error or has been explained."""
     if not needs_words(error):
         return None
     batch = run.metrics.batch
@@ -121,7 +121,7 @@ def needs_words(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """An error with the sizes and advice: torch's own type, or a RuntimeError for errors of drivers and libraries."""
+    """An error with sizes and advice: torch's own type, or RuntimeError for errors from drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
@@ -133,8 +133,8 @@ def explained(error: BaseException, now: Situation) -> BaseException:
         f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
         f"{str(error).splitlines()[0]} It holds weights of {messages.size(sizes.weights)}, gradients of "
-        f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; the most {of_whom} "
-        f"in use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
+        f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; peak {of_whom} "
+        f"use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )
     setattr(found, _EXPLAINED, True)
     return found
@@ -179,8 +179,8 @@ def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
         yield f"{door.precision}, which keeps activations in 16 bits (saves up to {messages.size(kept / 2)})"
     if now.training:
         yield (
-            "activation checkpointing (torch.utils.checkpoint in your blocks, or FSDPStrategy's), which runs blocks "
-            f"again in backward (saves most of {messages.size(kept)})"
+            "activation checkpointing (torch.utils.checkpoint in your blocks, or FSDPStrategy's), which recomputes "
+            f"blocks in backward (saves most of {messages.size(kept)})"
         )
     yield from _spread(now, sizes)
 
@@ -200,5 +200,5 @@ def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
             f"{2 * strategy.world_size} processes instead of {strategy.world_size} (saves {messages.size(lasting / 2)})"
         )
     on_host = type(getattr(strategy, "offload", None)).__name__ == "CPUOffloadPolicy"
-    if strategy.device.type != "cpu" and not on_host:  # on the CPU it is host memory that ran out
+    if strategy.device.type != "cpu" and not on_host:  # on the CPU, host memory is what ran out
         yield f"{door.offloaded}: {what} in host memory (saves up to {messages.size(lasting)})"

@@ -16,7 +16,7 @@ from .. import messages
 from ..processes.cpu_memory import give_back_memory
 from .joint_retry import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
-#: Texts of RuntimeErrors of drivers and libraries; cuDNN reports "not supported" if its workspace does not fit.
+#: Texts of RuntimeErrors from drivers and libraries; cuDNN reports "not supported" if its workspace does not fit.
 _ERROR_TEXTS = re.compile(
     r"\b(?:CUDA|HIP|XPU|NPU|MPS backend)(?: error:)? out of memory"
     r"|Cuda failure (?:\d+ )?'out of memory'"
@@ -58,30 +58,30 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | None = None,
     factor: float = 0.5,
 ) -> Callable[..., Any]:
-    """Decorator that calls a function with smaller and smaller batch sizes until it does not run out of memory.
+    """Decorator that calls a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     The function must create the model, optimizer and Trainer (or Accelerator) itself, so that nothing from a failed
     attempt stays in memory. At the end one message lists the sizes that were tried, the result of each, and on a GPU
     the peak memory.
 
-    Several processes agree as soon as they have joined a process group. An attempt ends when it has ended on all ranks.
-    If any rank ran out of memory, all ranks retry with the same smaller size, including those on which the attempt
-    succeeded. A rank that ran out of memory leaves the group, so that a rank that waits for it in a collective gets an
-    error after some seconds. The ranks then join a new group with the same options. With gloo this works only if no
-    variable outside of the function refers to the group. Results of the attempt on other ranks are lost. Ranks that run
-    out of memory before they have joined a group cannot agree. If a rank ends with another error, all do.
+    Once the processes have joined a process group, they agree on the batch size. An attempt ends when it has ended on
+    all ranks. If any rank ran out of memory, all ranks retry with the same smaller size, including ranks where the
+    attempt succeeded; their results are lost. A rank that runs out of memory leaves the group, so ranks that are
+    waiting for it in a collective fail after a few seconds. The ranks then join a new group with the same options. With
+    gloo this works only if no variable outside of the function refers to the group. Ranks that run out of memory before
+    they have joined a group cannot agree. If a rank fails with any other error, all ranks fail.
 
     Args:
-        function: its first parameter is the batch size, which callers of the decorated function omit. A parameter
-            ``accumulate_grad_batches`` (or ``gradient_accumulation_steps``) receives the factor by which the batch has
-            shrunk. Then only sizes that divide ``starting_batch_size`` are tried, and each update still uses the same
-            number of samples.
+        function: its first parameter is the batch size; callers of the decorated function omit it. If there is a
+            parameter ``accumulate_grad_batches`` (or ``gradient_accumulation_steps``), it receives the factor by which
+            the batch has shrunk. Then only sizes that divide ``starting_batch_size`` are tried, so each update still
+            uses the same number of samples.
         starting_batch_size: the first size to try, in samples.
         reduce_batch_size_fn: returns the next size; takes no argument.
-        factor: ratio of the next size to the current one if there is no such function; between 0 and 1.
+        factor: what to multiply the size by after a failure, if ``reduce_batch_size_fn`` is not given; between 0 and 1.
 
     Raises:
-        RuntimeError: not even one sample fits, or another rank ended with an error.
+        RuntimeError: not even one sample fits, or another rank failed with an error.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=64)
@@ -127,7 +127,7 @@ class _Search:
     """One search for a batch size that fits.
 
     Attributes:
-        tried: the text about each size, in order.
+        tried: a description of each size's result, in order.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Search:
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
-        """Call the function once; returns its result, and how it ended on this rank. Other errors are raised."""
+        """Call the function once; return its result and how it ended on this rank. Raises any other error."""
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         gpu = torch.cuda.is_available()
         if gpu:
@@ -174,7 +174,7 @@ class _Search:
                 if self.together.meet():
                     self.together.compare(Outcome(ERROR, f"{type(error).__name__}: {error}"))
                 raise
-            # The frames of its traceback refer to the model, and so keep the memory.
+            # The frames in its traceback refer to the model and would keep its memory.
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
             kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
@@ -188,24 +188,24 @@ class _Search:
         return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()
 
     def refuse_errors(self, found: list[Outcome]) -> None:
-        """Raise if another rank ended with an error that a smaller batch does not fix."""
+        """Raise if another rank failed with an error that a smaller batch does not fix."""
         wrong = {rank: one.text for rank, one in enumerate(found) if one.kind == ERROR}
         if wrong:
             rank, text = next(iter(wrong.items()))
             raise RuntimeError(
-                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so rank "
-                f"{self.together.rank} cannot continue alone. The first: rank {rank}, {text}"
+                f"{self.function.__qualname__}() failed on {messages.ranks(wrong)}, so rank {self.together.rank} "
+                f"cannot continue alone. The error on rank {rank}: {text}"
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """Text about a size and its result."""
+        """A description of a size and its result."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """Text that says how an update still uses the same number of samples."""
+        """A description of how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 
@@ -218,7 +218,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Free everything that is no longer referenced, including cached GPU memory and host memory kept by the process.
 
     Args:
-        *objects: objects to release; assign the result, None for each, to the variables that held them.
+        *objects: objects to release; assign the result (one None per object) to the variables that held them.
     """
     clear_device_cache(garbage_collection=True)
     give_back_memory()
@@ -229,7 +229,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Free GPU memory that torch keeps cached but does not use.
 
     Args:
-        garbage_collection: whether to first collect objects that only refer to each other.
+        garbage_collection: whether to collect objects first that only refer to each other.
     """
     if garbage_collection:
         gc.collect()

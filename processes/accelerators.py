@@ -1,4 +1,4 @@
-"""Kinds of devices as objects, each of which equals its name: ``CPUAccelerator() == "cpu"``."""
+"""Device kinds as objects that equal their names: ``CPUAccelerator() == "cpu"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import devices
 
 
 class Accelerator(str):
-    """A kind of device. It equals, and can be used as, its name in ``Trainer(accelerator=)``."""
+    """A kind of device. It equals its name and can be used in place of it in ``Trainer(accelerator=)``."""
 
     name = ""
 
@@ -27,29 +27,29 @@ class Accelerator(str):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """How many ``devices="auto"`` takes; 1 for the CPU."""
+        """The number of devices that ``devices="auto"`` selects; 1 for the CPU."""
         return devices.count(cls.name)
 
     @classmethod
     def parse_devices(cls, devices: Any) -> Any:
-        """What ``Trainer(devices=)`` was given, as indices; for the CPU the number of processes."""
+        """Convert the ``Trainer(devices=)`` argument to device indices, or to a number of processes for the CPU."""
         found = _find(devices, cls.name)
         return len(found) if cls.name == "cpu" else [device.index or 0 for device in found]
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
-        """The devices for what ``Trainer(devices=)`` was given."""
+        """The devices that a ``Trainer(devices=)`` argument selects."""
         return _find(devices, cls.name)
 
     def setup(self, trainer: Any) -> None:
         """Nothing to do: a Strategy sets up its device."""
 
     def teardown(self) -> None:
-        """Nothing to do: a Strategy lets go of its device."""
+        """Nothing to do: a Strategy releases its device."""
 
 
 class CPUAccelerator(Accelerator):
-    """The processor."""
+    """The CPU."""
 
     name = "cpu"
 
@@ -61,16 +61,16 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """The GPU of an Apple processor."""
+    """An Apple GPU."""
 
     name = "mps"
 
 
 class _Registry(dict[str, type[Accelerator]]):
-    """The kinds by name."""
+    """The device kinds by name."""
 
     def available_accelerators(self) -> list[str]:
-        """The names of all kinds, whether this machine has such a device or not."""
+        """The names of all kinds, even if this machine has no such device."""
         return sorted(self)
 
 

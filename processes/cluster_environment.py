@@ -1,9 +1,9 @@
 """Rank, world size and address of this process, read from the environment variables that its launcher set.
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
-and MPICH, LSF's ``jsrun``, Kubeflow's operator. All of them become one :class:`Cluster`. Its :meth:`Cluster.export`
-writes torchrun's names, so that later code has to know only those. A partly set environment is an error: without it,
-several processes would each believe that they are the only one.
+and MPICH, LSF's ``jsrun``, Kubeflow's operator. All of them are read into a :class:`Cluster`. Its
+:meth:`Cluster.export` writes torchrun's names, so that later code only has to know these. A partly set environment is
+an error: otherwise each of several processes would believe that it is the only one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .. import messages
 
 Environment = Mapping[str, str]
 
-#: Range for derived ports: above the well-known ports, below those that Linux uses for outgoing connections.
+#: Range for derived ports: above the well-known ports, below the ports that Linux uses for outgoing connections.
 PORTS = range(12000, 30000)
 #: SLURM steps from this number on are not started by ``srun``: the batch script, the interactive shell and so on.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-#: Torch elastic's id for the processes that Paceline starts, and the environment variable with the command that did.
+#: Torch elastic's id for processes that Paceline starts, and the variable with the name of the command that did.
 RUN_ID = "paceline"
 STARTER = "PACELINE_STARTER"
 _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
@@ -33,7 +33,7 @@ _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 class Cluster:
     """Ranks (0-based) and sizes of one process, and the address and port on which rank 0 listens.
 
-    ``local`` refers to the processes on this machine, a node is a machine, and ``name`` is the launcher's:
+    ``local`` refers to the processes on this machine, a node is a machine, and ``name`` is the launcher's name:
     ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a notebook), ``"SLURM"``,
     ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or ``"Kubeflow"``.
     """
@@ -49,7 +49,7 @@ class Cluster:
     port: int
 
     def export(self) -> None:
-        """Write torchrun's variables, so that ``init_process_group(init_method="env://")`` finds the others."""
+        """Write torchrun's variables, so that ``init_process_group(init_method="env://")`` finds all processes."""
         os.environ.update(
             RANK=str(self.rank),
             LOCAL_RANK=str(self.local_rank),
@@ -66,9 +66,9 @@ class Cluster:
 def find_cluster(environ: Environment | None = None) -> Cluster | None:
     """Read the variables of the launcher that started this process; None if there was no launcher.
 
-    Torchrun's variables come first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come the launchers
-    that can run inside another one's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of
-    one process. A WORLD_SIZE without a RANK, which many batch scripts export, must agree with the launcher's.
+    Torchrun's variables come first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers that
+    can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of
+    one process. Many batch scripts export WORLD_SIZE without RANK; it must then match the launcher's value.
 
     Args:
         environ: the variables to read; this process's environment if None.
@@ -87,7 +87,7 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
 
 
 def requeue() -> None:
-    """Requeue this process's SLURM job with ``scontrol requeue``; SLURM then ends its processes."""
+    """Requeue this process's SLURM job with ``scontrol requeue``; SLURM then ends the job's processes."""
     job = _slurm_job(os.environ)
     if job is None:
         messages.info("There is no SLURM job to requeue (SLURM_JOB_ID is not set).")
@@ -100,7 +100,7 @@ def requeue() -> None:
         problem = str(error)
     if problem:
         messages.error(
-            f"`{' '.join(command)}` failed ({problem}), so the job will not restart by itself. Submit it again: "
+            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Submit it again: "
             "its state is saved."
         )
     else:
@@ -108,13 +108,13 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Whether SLURM has started this process's job before, so there may be a checkpoint to resume from."""
+    """Whether SLURM has started this process's job before, so that there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
 
 def _slurm_job(environ: Environment) -> str | None:
-    """The job's name for ``scontrol``: a task of a job array is named by the array's id and its own index."""
+    """The job's name for ``scontrol``: for a task of a job array, the array's id and the task's index."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -157,12 +157,12 @@ def _torchrun(environ: Environment) -> Cluster | None:
 
 
 def _starter(environ: Environment) -> str:
-    """Who started processes with torchrun's variables: torchrun, or Paceline itself."""
+    """The launcher that set torchrun's variables: torchrun, or Paceline itself."""
     return environ.get(STARTER, "Paceline") if environ.get("TORCHELASTIC_RUN_ID") == RUN_ID else "torchrun"
 
 
 def _local_world_size(environ: Environment, world_size: int) -> int:
-    """Read LOCAL_WORLD_SIZE, which scripts that set RANK themselves often omit."""
+    """Read LOCAL_WORLD_SIZE, which scripts often omit when they set RANK themselves."""
     if "LOCAL_WORLD_SIZE" in environ:
         return _number(environ, "LOCAL_WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "127.0.0.1")
@@ -170,8 +170,8 @@ def _local_world_size(environ: Environment, world_size: int) -> int:
         return world_size
     raise RuntimeError(
         f"RANK={environ['RANK']}, WORLD_SIZE={world_size} and MASTER_ADDR={address} are set, but LOCAL_WORLD_SIZE is "
-        "not, so Paceline cannot tell how many of the processes share this machine. "
-        "Start the script with torchrun, or export LOCAL_WORLD_SIZE=<processes on this machine> too."
+        "not, so Paceline cannot tell how many processes share this machine. "
+        "Start the script with torchrun, or also export LOCAL_WORLD_SIZE=<processes on this machine>."
     )
 
 
@@ -198,7 +198,7 @@ def _slurm(environ: Environment) -> Cluster | None:
 
 
 def _under_srun(environ: Environment) -> bool:
-    """Whether this is a task of ``srun``, and not just a batch script or a shell inside an allocation."""
+    """Whether this is an ``srun`` task rather than a batch script or a shell inside an allocation."""
     step = _either(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or _number(environ, step) >= _SLURM_SPECIAL_STEPS:
         return False
@@ -265,7 +265,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """The cluster of a launcher whose variables ``names`` hold rank, size, local rank and local size."""
+    """The cluster from a launcher's variables: ``names`` are the ones for rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))
@@ -283,7 +283,7 @@ def _mpi(
 
 
 def _node(rank: int, local_rank: int, local_world_size: int, num_nodes: int) -> int:
-    """The machine of a rank, whether ranks fill one machine after another or are assigned round-robin."""
+    """The machine of a rank. Ranks may fill one machine after another, or be assigned round-robin."""
     if local_world_size < 1:
         return 0
     round_robin = rank % local_world_size != local_rank and rank // num_nodes == local_rank
@@ -296,14 +296,14 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
     if num_nodes <= 1:
         return "127.0.0.1"
     raise RuntimeError(
-        f"{name} started processes on {num_nodes} machines, but does not say on which host rank 0 runs, and "
+        f"{name} started processes on {num_nodes} machines, but does not say which host rank 0 runs on, and "
         "MASTER_ADDR is not set. Export it to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port "
         "there>."
     )
 
 
 def _lsf_address(environ: Environment) -> str | None:
-    """The first compute host. LSF may list a launch host before it, recognizable by its single slot or its name."""
+    """The first compute host. LSF may list a launch host before it, which has a single slot or a telling name."""
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
     slots: dict[str, int] = {}
@@ -326,7 +326,7 @@ def _lsf_address(environ: Environment) -> str | None:
 
 
 def _either(environ: Environment, *names: str) -> str | None:
-    """The first of the names that is set."""
+    """The first name that is set."""
     return next((name for name in names if environ.get(name)), None)
 
 
@@ -337,7 +337,7 @@ def _need(environ: Environment, names: tuple[str, ...] | list[str], fix: str) ->
         present = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(known) if environ.get(name))
         raise RuntimeError(
             f"{present or 'Only part of the launch variables'} is set, but {', '.join(missing)} is not, so this "
-            f"process cannot find the others. {fix}."
+            f"process cannot find the other processes. {fix}."
         )
 
 
@@ -354,18 +354,18 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
 
 
 def _port(environ: Environment, job: str) -> int:
-    """MASTER_PORT, or a port derived from the job: the same in all its processes, probably another in other jobs."""
+    """MASTER_PORT, or a port derived from the job: the same in all its processes, probably different in other jobs."""
     port = _number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if not 0 < port < 65536:
         raise RuntimeError(
-            f"MASTER_PORT={port} is not a port number, so the processes cannot meet there. Set it to a free port from "
-            "1024 to 65535, the same for all processes."
+            f"MASTER_PORT={port} is not a valid port number, so the processes cannot find each other. Set it to a free "
+            "port from 1024 to 65535, the same for all processes."
         )
     return port
 
 
 def _check(cluster: Cluster) -> None:
-    """Refuse impossible values: a rank beyond the size, or more processes on this machine than in all."""
+    """Reject impossible values: a rank beyond the size, or more processes on this machine than in total."""
     pairs = (
         ("rank", cluster.rank, "world size", cluster.world_size),
         ("local rank", cluster.local_rank, "local world size", cluster.local_world_size),
@@ -373,7 +373,7 @@ def _check(cluster: Cluster) -> None:
     )
     wrong = [f"{what} {value} of {of} {size}" for what, value, of, size in pairs if not 0 <= value < size]
     if cluster.local_world_size > cluster.world_size:
-        wrong.append(f"{cluster.local_world_size} processes on this machine of {cluster.world_size} in all")
+        wrong.append(f"{cluster.local_world_size} processes on this machine of {cluster.world_size} in total")
     if wrong:
         variables = _VARIABLES.get(cluster.name, _VARIABLES["torchrun"])
         raise RuntimeError(
@@ -383,7 +383,7 @@ def _check(cluster: Cluster) -> None:
 
 
 def _check_world_size(cluster: Cluster, environ: Environment) -> None:
-    """Refuse a WORLD_SIZE, exported by a batch script, that contradicts the launcher."""
+    """Reject a WORLD_SIZE from a batch script that contradicts the launcher."""
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
@@ -403,5 +403,5 @@ _VARIABLES = {
 }
 
 
-#: What reads the variables of each launcher.
+#: The function that reads each launcher's variables.
 LAUNCHERS = {"torchrun": _torchrun, "LSF": _lsf, "OpenMPI": _open_mpi, "Intel MPI": _hydra, "SLURM": _slurm}

@@ -1,7 +1,7 @@
-"""NUMA nodes of this machine, and binding a process to the cores of its share of them.
+"""Find this machine's NUMA nodes, and bind a process to the cores of its share of the nodes.
 
-A core reads the memory of its own NUMA node fastest. A process that may run on any core spreads its memory over the
-nodes; one that is bound before it allocates anything does not.
+A core is fastest at reading its own NUMA node's memory. A process that may run on any core spreads its memory over the
+nodes; a process that is bound before it allocates anything does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BIND = "PACELINE_BIND"
 
 
 def nodes(folder: Path = NODES) -> list[set[int]]:
-    """The cores of each NUMA node that this process may use; one set with all of them if the nodes are unknown."""
+    """The cores in each NUMA node that this process may use; a single set of all cores if the nodes are unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return [set(range(os.cpu_count() or 1))]
     usable = os.sched_getaffinity(0)
@@ -38,14 +38,14 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """The cores for one process: those of its NUMA node, or of several if there are more nodes than processes."""
+    """The cores for one process: the cores of its NUMA node, or of several nodes if there are more than processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])
 
 
 def bind() -> None:
-    """Bind this process to its share of the cores, if the launcher asked for that (:data:`BIND`)."""
+    """Bind this process to its share of the cores, if the launcher asked for it (:data:`BIND`)."""
     folder = os.environ.get(BIND)
     if folder and hasattr(os, "sched_setaffinity"):
         rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

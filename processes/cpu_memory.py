@@ -1,7 +1,7 @@
 """Keep the memory that a CPU training step frees in the process, so that the next step can reuse it.
 
-glibc returns free memory at the end of its heap to the kernel once it exceeds a threshold, which is small compared with
-what a backward pass frees. The next step then requests the same pages again, and the kernel clears each of them first.
+glibc returns free memory at the end of its heap to the kernel once it exceeds a threshold, and a backward pass frees
+much more than that. The next step then requests the same pages again, and the kernel has to clear each of them first.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 #: Parameter numbers from glibc's malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: Blocks of this many bytes or more are mapped from the kernel instead of the heap: the largest value glibc accepts.
+#: Minimum size of blocks that glibc maps from the kernel instead of the heap, in bytes: the largest accepted value.
 OWN_PAGES = 32 * 2**20
-#: Free bytes kept at the end of the heap: the largest value glibc accepts, and the largest it chooses by itself.
+#: Free bytes kept at the end of the heap: the largest value that glibc accepts, and the largest that it chooses itself.
 KEPT, KEPT_BY_ITSELF = 2**31 - 1, 2 * OWN_PAGES
-#: Environment variables with which users set these thresholds themselves.
+#: Environment variables that let users set these thresholds.
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLE = re.compile(r"glibc\.malloc\.(trim_threshold|mmap_threshold|mmap_max|top_pad)")
 _runs = 0
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the process keep the memory that it frees, if it trains on a CPU.
+    """Make the process keep the memory that it frees, if it trains on a CPU.
 
-    Does nothing if the C library is not glibc, or if the user has set its thresholds.
+    Does nothing if the C library is not glibc, or if the user has set the thresholds.
     """
     global _runs
     if device.type != "cpu":
@@ -46,7 +46,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Context of a run: on the CPU the process keeps the memory that it frees, and afterwards returns it."""
+    """Context of a run: on the CPU the process keeps freed memory during the run and returns it afterwards."""
     global _runs
     keep_freed_memory(device)
     try:
@@ -61,7 +61,7 @@ def freed_memory_kept(device: torch.device) -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the kernel, unless the user has set how much the process keeps."""
+    """Return free memory to the kernel, unless the user has set the thresholds."""
     libc = _adjustable_glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Bring batches to the model's device, one pinned, non-blocking copy per tensor, and tensors to another dtype."""
+"""Move batches to the model's device with one pinned, non-blocking copy per tensor, and convert dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """The function that moves batches to ``device`` and to ``dtype``, if given; None if there is nothing to do."""
+    """The function that moves batches to ``device`` and, if given, ``dtype``; None if there is nothing to do."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -29,16 +29,16 @@ def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover
 
 
 def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Return ``batch`` with its tensors on ``device``, floating-point ones in ``dtype`` if one is given.
+    """Return ``batch`` with its tensors on ``device`` and its floating-point tensors in ``dtype``, if given.
 
-    Nested lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and objects with a ``to`` method are
-    walked; anything else stays as it is. Tensors that are in place already are not copied.
+    This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
+    method; anything else is unchanged. Tensors that are already in place are not copied.
     """
     return _cached_mover(torch.device(device), dtype)(batch)
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return ``move`` on a stream of its own, if it is one of ours that copies to a GPU; None otherwise."""
+    """Return ``move`` on its own CUDA stream, if it is a :class:`Mover` to a GPU; None otherwise."""
     if isinstance(move, Mover) and move.device.type == "cuda":
         return SideStream(move)
     return None
@@ -47,9 +47,9 @@ def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
 class Mover:
     """Moves every tensor of a batch to a device, and floating-point tensors to a dtype.
 
-    The handling of a type is found when the type is first seen; from then on it is one dict lookup. CPU tensors that go
-    to CUDA are pinned and copied without waiting. An object that moves itself by its own ``to`` keeps its dtype, unless
-    it is a mapping or a ``PackedSequence``.
+    The handler for a type is chosen when the type is first seen; after that it takes one dict lookup. CPU tensors that
+    go to CUDA are pinned and copied without waiting. An object that moves itself with its own ``to`` method keeps its
+    dtype, unless it is a mapping or a ``PackedSequence``.
 
     Args:
         device: where the tensors go.
@@ -138,7 +138,7 @@ class Mover:
         return result
 
     def _packed(self, value: Any) -> Any:
-        """Its lengths must stay on the CPU; its own ``to`` knows."""
+        """Move a PackedSequence with its own ``to``, which keeps the lengths on the CPU."""
         to_cuda = self.device.type == "cuda"
         if to_cuda and not value.is_cuda:
             value = value.pin_memory()
@@ -163,9 +163,9 @@ class Mover:
 
 
 class SideStream:
-    """Moves batches on a CUDA stream of its own, so that a copy runs while the device still computes the previous step.
+    """Moves batches on its own CUDA stream, so that a copy runs while the device is still computing the previous step.
 
-    Call it with a batch, then :meth:`ready` before that batch is used.
+    Call it with a batch, then call :meth:`ready` before using that batch.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -175,15 +175,15 @@ class SideStream:
         self._move = Mover(mover.device, mover.dtype, moved=self._used_by_main)
 
     def __call__(self, batch: Any) -> Any:
-        """Start to move a batch; the host does not wait."""
+        """Start moving a batch; the host does not wait."""
         self._main = torch.cuda.current_stream(self._device)
-        # The batch may have been made on the device; and memory that is used again must not be overwritten early.
+        # The batch may have been created on the device, and reused memory must not be overwritten too early.
         self._side.wait_stream(self._main)
         with torch.cuda.stream(self._side):
             return self._move(batch)
 
     def ready(self) -> None:
-        """Let the current stream wait (the host does not) for the batches moved so far."""
+        """Make the current stream, but not the host, wait for the batches moved so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _used_by_main(self, tensor: Tensor) -> None:
@@ -191,7 +191,7 @@ class SideStream:
 
 
 class _Handlers(dict[type, Callable[[Any], Any]]):
-    """Type -> what to do with a value of it, found out when first asked for."""
+    """Maps each type to the function that handles its values, chosen on first use."""
 
     def __init__(self, choose: Callable[[type], Callable[[Any], Any]]) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def _cached_mover(device: torch.device, dtype: torch.dtype | None) -> Mover:
 def _tensor_function(
     device: torch.device, dtype: torch.dtype | None, moved: Callable[[Tensor], None] | None
 ) -> TensorFunction:
-    """Put together what happens to one tensor."""
+    """Build the function that moves one tensor."""
 
     def copy_pinned(tensor: Tensor) -> Tensor:
         if tensor.is_cpu and tensor.layout is torch.strided:
@@ -252,10 +252,10 @@ def _unchanged(value: Any) -> Any:
 
 
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype that tensors of another get where floating-point ones become ``wanted``.
+    """The dtype for tensors of dtype ``kind`` when floating-point tensors are converted to ``wanted``.
 
-    Complex ones stay complex: float64 goes with complex128; the smaller types, most of which have no complex partner
-    that torch computes in, leave them as they are. Whole numbers and bools stay.
+    Complex tensors stay complex: float64 turns them into complex128. Smaller types leave them unchanged, because most
+    of these have no complex counterpart that torch can compute in. Integers and bools do not change.
     """
     if kind.is_floating_point:
         return wanted
@@ -263,5 +263,5 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 
 def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
-    """Convert a module's parameters and buffers, where ``module.to(wanted)`` would cut off what is imaginary."""
+    """Convert a module's parameters and buffers. Unlike ``module.to(wanted)``, this keeps imaginary parts."""
     return getattr(module, APPLY)(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))

@@ -1,4 +1,4 @@
-"""The devices of this machine, and those that a run asks for."""
+"""Find the devices of this machine, and the devices that a run asks for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CGROUPS = (
 AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
 ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
 Kind = Literal["cpu", "cuda", "mps"]
-#: Kinds that ``"gpu"`` stands for, best first.
+#: Kinds that ``"gpu"`` means, best first.
 _GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process can still allocate, within the limit of its control group."""
+    """Bytes of host memory that this process can still allocate, within its cgroup's limit."""
     give_back_memory()
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -57,11 +57,11 @@ def available_memory() -> int:
 def find_kind(accelerator: Any) -> Kind:
     """The device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
 
-    ``"auto"`` takes CUDA, then MPS, then the CPU; ``"gpu"`` the first two.
+    ``"auto"`` prefers CUDA, then MPS, then the CPU; ``"gpu"`` prefers CUDA, then MPS.
     """
     if not isinstance(accelerator, str):
         raise TypeError(
-            f"Trainer(accelerator={accelerator!r}) is {messages.a(accelerator)}. Pass one of "
+            f"Trainer: accelerator={accelerator!r} is {messages.a(accelerator)}. Pass one of "
             f"{messages.names(ACCELERATORS)}."
         )
     if accelerator in ("tpu", "xla", "hpu"):
@@ -138,5 +138,5 @@ def _integer(value: Any, given: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"Trainer(devices={given!r}) is not a number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
+            f"Trainer: devices={given!r} is not a number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
         ) from None

@@ -1,4 +1,4 @@
-"""How a launcher tells a process its rank, as objects: a plugin of ``Trainer(plugins=[...])``."""
+"""Cluster environments for ``Trainer(plugins=[...])``: objects that read a process's rank from its launcher."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .cluster_environment import LAUNCHERS, Cluster, find_cluster
 
 
 class ClusterEnvironment(ABC):
-    """Base class of your own launcher's environment: who a process is among all, and where they meet.
+    """Base class for your own launcher's environment: the rank of each process, and where the processes meet.
 
-    The launchers that Paceline knows are found by themselves; none of them needs a plugin.
+    Paceline detects the launchers that it knows; they need no plugin.
     """
 
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether the launcher has started every process; False: this one starts the others of its machine."""
+        """Whether the launcher started every process; if False, this process starts the others on its machine."""
 
     @property
     @abstractmethod
@@ -41,11 +41,11 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def global_rank(self) -> int:
-        """Index of this process among all, 0-based."""
+        """Rank of this process among all processes, 0-based."""
 
     @abstractmethod
     def local_rank(self) -> int:
-        """Index of this process among those of its machine, 0-based."""
+        """Rank of this process on its machine, 0-based."""
 
     @abstractmethod
     def node_rank(self) -> int:
@@ -55,20 +55,20 @@ class ClusterEnvironment(ABC):
         """Called with the number of processes that the Trainer's arguments ask for."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Called with the rank that follows from machine and process."""
+        """Called with the rank computed from the node rank and local rank."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise if the Trainer's arguments contradict what the launcher started."""
+        """Raise if the Trainer's arguments contradict the processes that the launcher started."""
 
     def teardown(self) -> None:
         """Called when a run ends."""
 
     def cluster(self, num_devices: int, num_nodes: int) -> Cluster | None:
-        """The same as one record; None where this process starts the others.
+        """This environment as a :class:`Cluster`; None if this process starts the others.
 
         Args:
-            num_devices: processes on this machine, one a device.
-            num_nodes: machines.
+            num_devices: number of processes on this machine, one per device.
+            num_nodes: number of machines.
         """
         if not self.creates_processes_externally:
             return None
@@ -101,7 +101,7 @@ class _Known(ClusterEnvironment):
     def detect(cls) -> bool:
         try:
             return cls._read() is not None
-        except RuntimeError:  # variables of this launcher, though not all
+        except RuntimeError:  # only some of this launcher's variables are set
             return True
 
     def _here(self) -> Cluster:
@@ -145,7 +145,7 @@ class SLURMEnvironment(_Known):
     """SLURM's ``srun``.
 
     Args:
-        auto_requeue: whether SIGUSR1 puts the job back into the queue; ``Trainer(signals=...)`` says what signals do.
+        auto_requeue: whether SIGUSR1 requeues the job; ``Trainer(signals=...)`` sets what signals do.
         requeue_signal: must be None; see ``Trainer(signals=...)``.
     """
 
@@ -154,7 +154,7 @@ class SLURMEnvironment(_Known):
     def __init__(self, auto_requeue: bool = True, requeue_signal: int | None = None) -> None:
         if requeue_signal is not None:
             raise ValueError(
-                f"SLURMEnvironment(requeue_signal={requeue_signal!r}): write Trainer(signals={{'SIGUSR2': 'requeue'}}) "
+                f"SLURMEnvironment(requeue_signal={requeue_signal!r}): use Trainer(signals={{'SIGUSR2': 'requeue'}}) "
                 "to choose the signal."
             )
         self.auto_requeue = auto_requeue
@@ -179,7 +179,7 @@ class KubeflowEnvironment(_Known):
 
 
 class LocalEnvironment(_Known):
-    """No launcher: this process starts the others of its machine."""
+    """No launcher: this process starts the others on its machine."""
 
     names = ()
 
@@ -191,11 +191,11 @@ class LocalEnvironment(_Known):
         return find_cluster() or super()._here()
 
     def local_rank(self) -> int:
-        """Index among the processes of this machine; LOCAL_RANK, which a launcher sets, counts if nothing else does."""
+        """Rank of this process on its machine; falls back to LOCAL_RANK if no launcher was found."""
         return int(os.environ.get("LOCAL_RANK", 0)) if find_cluster() is None else super().local_rank()
 
 
-#: By the name of a Cluster.
+#: The environment class for each Cluster name.
 KINDS: dict[str, type[ClusterEnvironment]] = {
     "torchrun": TorchElasticEnvironment,
     "SLURM": SLURMEnvironment,

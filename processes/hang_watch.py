@@ -1,9 +1,9 @@
 """Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
 
-Ranks exchange nothing in normal operation. A thread of each rank checks every few seconds whether another rank asks
-where this one is, and answers with the line of user code that it is executing. A rank asks when a collective of the
-strategy has waited for a long time, or failed. The same thread answers when another rank wants the run to stop (see
-:mod:`.stop_agreement`).
+Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank asks
+where this rank is, and answers with the line of user code that the main thread is running. A rank asks when one of the
+strategy's collectives has waited for a long time, or failed. The same thread answers when another rank wants the run to
+stop (see :mod:`.stop_agreement`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..torch_private import default_store
 from .stop_agreement import Run, StopVote
 from .thread_stacks import stacks
 
-#: How long a rank waits in a collective before it reports that.
+#: How long a rank waits in a collective before it reports the wait.
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
@@ -35,12 +35,12 @@ _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed"
 
 
 def poll_seconds(world_size: int) -> float:
-    """Seconds between two checks for a question: 1, or more if many ranks share the store."""
+    """Seconds between two checks for questions from other ranks: 1, or more if many ranks share the store."""
     return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
 class Watch:
-    """Tells other ranks where this rank is and, through ``progress``, what its run is doing; asks where they are."""
+    """Tells other ranks where this rank is and what its run is doing (``progress``), and asks where they are."""
 
     def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
         self.rank, self.world_size, self.progress = rank, world_size, progress
@@ -62,7 +62,7 @@ class Watch:
             self._thread.start()
 
     def begin(self, run: Run) -> None:
-        """Start a run, on every rank; from now on other ranks can ask it to stop, through :attr:`vote`."""
+        """Start a run; every rank must call this. Other ranks can then ask it to stop through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:
             store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
@@ -83,7 +83,7 @@ class Watch:
             self._since = 0.0
 
     def explain(self, error: BaseException) -> RuntimeError | None:
-        """A better error for a collective that failed because another rank is missing; None for any other failure."""
+        """A clearer error for a collective that failed because another rank is missing; None for any other failure."""
         text = str(error).lower()
         if not isinstance(error, RuntimeError) or isinstance(error, _RankError) or self._thread is None:
             return None
@@ -97,16 +97,16 @@ class Watch:
         if any(sign in text for sign in _GONE):
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
-                "of the rank that ended first says why. If there is no error, that rank never made this call: look for "
-                "a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                "of the rank that ended first says why. If there is no error, that rank never made this call: look "
+                "for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """What each rank is doing, with its threads' stacks; empty text for a rank that does not answer.
+        """What each rank is doing, with its threads' stacks; an empty string for a rank that does not answer.
 
-        If several ranks ask at the same time, one gets the reports, and the others get None once it has them. All get
-        None if the store is gone because the rank that hosted it has ended.
+        If several ranks ask at the same time, one rank gets the reports, and the others then get None. All ranks get
+        None if the rank that hosted the store has ended.
         """
         number, me = self._reported, str(self.rank)
         try:
@@ -125,8 +125,8 @@ class Watch:
         """Stop answering."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(2 * self._answer_seconds)  # the thread may be waiting for one answer, at most that long
-        self.progress, self.vote = str, None  # they hold the run, and with it its process groups
+            self._thread.join(2 * self._answer_seconds)  # it may be waiting for one answer, at most this long
+        self.progress, self.vote = str, None  # they keep the run and its process groups alive
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Watch:
                 while self._store.check([f"ask/{self._answered}"]):
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
-                    self._noticed = bool(self._since)  # the rank that asked reports for all ranks that wait
+                    self._noticed = bool(self._since)  # the rank that asked reports for all waiting ranks
                 while self._store.check([f"report/{self._reported}"]):
                     self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
                     self._reported += 1
@@ -156,7 +156,7 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Report that this rank is waiting, unless another rank already has: one message, not one per rank."""
+        """Report that this rank is waiting, unless another rank has reported it: one message, not one per rank."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
@@ -167,7 +167,7 @@ class Watch:
             messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
 
     def _where_all_are(self) -> str:
-        """Sentences that say where the other ranks are. If several ranks ask at once, one of them asks for all."""
+        """Sentences that say where the other ranks are. If several ranks ask at once, only one collects the answers."""
         question = self._answered
         try:
             store = self._store.clone()  # waiting in the thread's own store would keep the thread from answering
@@ -176,7 +176,9 @@ class Watch:
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
         except RuntimeError:  # the rank that hosted the store has ended
             answers = None
-        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
+        return (
+            self._describe(json.loads(answers)) if answers is not None else "It is unknown where the other ranks are."
+        )
 
     def _is_mine(self, question: int, store: Any) -> bool:
         """Whether this rank is the first to ask this question."""

@@ -1,7 +1,7 @@
-"""The program that runs this process: a script, which can run again for each rank, or a host such as pytest.
+"""Find the program that runs this process: a script, which each rank can run again, or a host such as pytest.
 
 :func:`find_host` collects the facts, :func:`recognize` derives the host from them, and :func:`start_method_in` chooses
-how ranks start there.
+how ranks start in that host.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Host:
     Args:
         name: its name in error messages.
         is_script: whether running the same command again makes each rank do the same work as this process.
-        can_spawn: whether a fresh process can import what is defined here.
-        restart: how the user gets a process that has not used the GPU.
+        can_spawn: whether a fresh process can import definitions from this program.
+        restart: what the user must do to get a process that has not used the GPU.
     """
 
     name: str
@@ -49,11 +49,11 @@ FROZEN = Host("a frozen program")
 PYTEST = Host("pytest", can_spawn=True)
 UNITTEST = Host("unittest", can_spawn=True)
 DOCTEST = Host("doctest")
-WORKER = Host("a process that multiprocessing started", can_spawn=True)
+WORKER = Host("a process started by multiprocessing", can_spawn=True)
 SWEEP = Host("a Hydra sweep", can_spawn=True)
 COMMAND = Host("`python -c`")
 STANDARD_INPUT = Host("a program read from standard input")
-EMBEDDED = Host("a Python inside another program (sys.executable is empty)")
+EMBEDDED = Host("Python embedded in another program (sys.executable is empty)")
 
 #: Modules that are on the call stack while the host runs the user's code.
 _RUNNING = {
@@ -67,11 +67,12 @@ _RUNNING = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about this process from which its host is recognized.
+    """Facts about this process that identify its host.
 
     ``running`` has the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it has
-    none), ``module`` is the one given to ``python -m``, and ``options`` are those before the script. ``frozen`` means
-    packed by PyInstaller or a similar tool, ``worker`` started by multiprocessing, and ``sweep`` a Hydra sweep.
+    none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
+    ``frozen`` means packed by PyInstaller or a similar tool, ``worker`` means started by multiprocessing, and ``sweep``
+    means a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()
@@ -88,12 +89,12 @@ class Facts:
 
     @property
     def has_file(self) -> bool:
-        """Whether ``__main__`` is a file or a module, and not typed code."""
+        """Whether ``__main__`` is a file or a module rather than typed code."""
         return self.module is not None or not (self.file is None or self.file.startswith("<"))
 
 
 def recognize(facts: Facts) -> Host:
-    """The host that these facts describe."""
+    """The host that the facts describe."""
     candidates = (
         (facts.kernel, NOTEBOOK),
         (facts.ipython, IPYTHON),
@@ -109,7 +110,7 @@ def recognize(facts: Facts) -> Host:
 
 
 def find_host() -> Host:
-    """The host of this process, from its current state."""
+    """The host of this process, in its current state."""
     return recognize(_facts())
 
 
@@ -152,8 +153,8 @@ def start_method_in(
         return "popen" if asked == "auto" else asked
     if num_nodes > 1:
         raise RuntimeError(
-            f"A run on {num_nodes} machines needs the same command on each of them, but this is {host.name}, so there "
-            f"is no such command. To fix it, {_USE_A_FILE} on each machine."
+            f"A run on {num_nodes} machines needs the same command on each machine, but this is {host.name}, so there "
+            f"is no such command. Instead, {_USE_A_FILE} on each machine."
         )
     if asked == "popen":
         raise RuntimeError(
@@ -166,18 +167,18 @@ def start_method_in(
 
 
 def fork_obstacle(devices_kind: str) -> str | None:
-    """Why a forked copy of this process could not compute; None if it could."""
+    """Why a fork of this process could not use the device; None if it could."""
     import torch
 
     if not hasattr(os, "fork"):
         return f"{sys.platform} cannot fork a process"
     if devices_kind == "cuda" and torch.cuda.is_initialized():
-        return "CUDA was already used in this process, and a forked copy of it cannot use CUDA"
+        return "CUDA was already used in this process, and a fork of it cannot use CUDA"
     return None
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
-    """Error text for a fork that is impossible, with the alternatives that work in this host."""
+    """The error message for a process that cannot be forked, with the alternatives that work in this host."""
     fixes = []
     if "CUDA" in obstacle:
         fixes.append(f"{host.restart}, and do not use the GPU before the run (no .cuda(), no .to('cuda'))")
@@ -190,7 +191,7 @@ def refusal_to_fork(host: Host, obstacle: str) -> str:
 
 
 def _running() -> Iterator[str]:
-    """Names of the modules on the stacks of this thread and the main thread, and of their top-level packages."""
+    """Names of the modules, and of their top-level packages, on the stacks of this thread and the main thread."""
     here = inspect.currentframe()
     for innermost in (here, sys._current_frames().get(threading.main_thread().ident or 0, here)):
         for frame, _ in traceback.walk_stack(innermost):
@@ -200,6 +201,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """IPython's shell; None if there is none. ``builtins`` would not tell: a closed shell leaves its mark there."""
+    """IPython's shell, or None. Asks IPython, because a closed shell leaves its mark in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

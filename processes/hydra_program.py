@@ -1,4 +1,4 @@
-"""Programs that use Hydra: ranks run the same command, but in the folder that Hydra made for this process.
+"""Support programs that use Hydra: ranks run the same command, but in the folder that Hydra made for this process.
 
 Hydra is not imported here: a program that uses it has already imported it.
 """
@@ -10,13 +10,13 @@ import re
 import sys
 from typing import Any
 
-#: Suffix of the job's name: empty on rank 0, whose variable is set. Other ranks log to files of their own.
+#: Suffix of the job's name: empty on rank 0, because its variable is set. Other ranks log to their own files.
 _SUFFIX = "${oc.env:PACELINE_HYDRA_RANK_${oc.env:RANK},_rank${oc.env:RANK}}"
 _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Whether this process runs a Hydra sweep: several jobs, each of which calls a function of the program."""
+    """Whether this process runs a Hydra sweep: several jobs that each call a function in the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 
@@ -24,8 +24,8 @@ def is_sweep() -> bool:
 def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
     """The command for the ranks and the folder to run it in; both unchanged if this is not a Hydra program.
 
-    The ranks use this process's output folder and write no configuration there; rank 0 appends to its log. Hydra
-    does not shorten their errors, which this process reports.
+    The ranks use this process's output folder and write no configuration there; rank 0 appends to its log. Hydra does
+    not shorten the ranks' errors, because this process reports them.
     """
     config = _config()
     if config is None:
@@ -43,7 +43,7 @@ def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
 
 
 def _config() -> Any:
-    """Hydra's own configuration while it runs a job in this process; None otherwise."""
+    """Hydra's own configuration while Hydra runs a job in this process; None otherwise."""
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return None
@@ -52,6 +52,6 @@ def _config() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """A text as a quoted value in Hydra's override grammar."""
+    """Quote a string as a value in Hydra's override grammar."""
     escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" + found[2] if found[2] else ""), text)
     return f'"{escaped}"'

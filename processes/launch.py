@@ -1,8 +1,8 @@
 """Start processes through torch elastic: run a command several times, or call a function in new processes.
 
-:func:`run` runs a command several times. :func:`rerun` does so with this process's own command, so that a plain
+:func:`run` runs a command several times. :func:`rerun` does that with this process's own command, so that a plain
 ``python train.py`` acts like ``torchrun``. :func:`start` is for notebooks and for callers that need the function's
-result. This file chooses the number of threads and writes the messages; :mod:`.torch_elastic` starts the processes.
+result. This file chooses the number of threads and prints the messages; :mod:`.torch_elastic` starts the processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .torch_elastic import (
 
 #: Folder in which this process was started: relative paths on its command line start here.
 _DIRECTORY = os.getcwd()
-#: Environment variable for processes that a strategy starts: the file they create once they have joined their group.
+#: Environment variable for processes that a strategy starts: the file to create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
     "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
@@ -59,16 +59,16 @@ _PICKLE_FIX = (
 def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", numa: bool = False) -> NoReturn:
     """Run this process's command ``num_processes`` times, wait, and exit with the status of the first failure.
 
-    With several machines, the user types the same command on each, with the variables of :func:`find_place`. Ctrl-C,
-    SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have the time that torch elastic allows (30 seconds,
-    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end in
-    the same way as when this one is killed (see :func:`register_failure_hook`).
+    With several machines, the user runs the same command on each, with the variables from :func:`find_place`. Ctrl-C,
+    SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have as long as torch elastic allows (30 seconds, or
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as if
+    this process had been killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: number of processes on this machine.
         num_nodes: number of machines.
-        devices_kind: kind of device that the processes compute on.
-        numa: let torch elastic bind each process to the NUMA node of its GPU.
+        devices_kind: kind of device that the processes use.
+        numa: make torch elastic bind each process to the NUMA node of its GPU.
     """
     command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
     place = find_place(num_nodes)
@@ -86,8 +86,8 @@ def run(
 ) -> int:
     """Run a command ``num_processes`` times on this machine, wait, and return the status of the first failure.
 
-    Only the first failure is printed; all of them if ``options.quiet`` is False. This function changes the environment
-    of this process, so that the new processes inherit how they should report failures.
+    Prints only the first failure, or all failures if ``options.quiet`` is False. This function changes this process's
+    environment, so that the new processes know how to report failures.
 
     Args:
         command: the command line; each process also gets torchrun's variables.
@@ -129,20 +129,20 @@ def start(
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return rank 0's result, with tensors on the CPU.
 
-    Forked processes compute with one CPU thread each: OpenMP's threads do not survive a fork.
+    Forked processes use one CPU thread each, because OpenMP's threads do not survive a fork.
 
     Args:
         function: the function that each process calls; it reads its rank from torchrun's variables.
-        args: its arguments. Each process gets its own copy, of tensors too.
+        args: its arguments. Each process gets its own copy, including of tensors.
         num_processes: number of processes, all on this machine.
         start_method: ``"fork"`` copies this process; the others start fresh processes and pickle the arguments.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        port: port at which the processes meet; 0 for a free one.
+        port: port where the processes meet; 0 picks a free port.
 
     Raises:
         RuntimeError: a process failed (the message has the traceback of the first failure); this process cannot be
-            forked; or fresh processes would start processes themselves, because the program has no main guard.
+            forked; or fresh processes would start more processes, because the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: on Ctrl-C, after the processes have ended.
     """
@@ -178,7 +178,7 @@ def start(
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
     """Context that reports that nothing was trained, if a signal ends the processes before they have joined a group.
 
-    It also reports a signal that ends this process before it has started them. Signals still have the same effect.
+    It also reports a signal that ends this process before it has started them. It does not change what signals do.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -208,7 +208,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """The signal that ended the processes; None if it is not one that users or schedulers send to end a program."""
+    """The signal that ended the processes, if users or schedulers send it to end a program; otherwise None."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -225,7 +225,7 @@ def note_joined() -> None:
 
 
 def threads_of(num_processes: int) -> int:
-    """Number of CPU threads for each of the processes that share this machine."""
+    """Number of CPU threads for each process, if ``num_processes`` share this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
@@ -247,14 +247,14 @@ def find_place(
         num_nodes: number of machines.
         node_rank: index of this machine; NODE_RANK if None. Only for several machines.
         address: address of machine 0; MASTER_ADDR if None. Only for several machines.
-        port: port on machine 0; MASTER_PORT if None. If neither is set and there is one machine, a free port.
-        names: names under which the user sets address, port and node rank, for error messages.
+        port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
+        names: the names that the user knows for address, port and node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
 
     Raises:
-        RuntimeError: one of them is not set.
+        RuntimeError: address, port or node rank is not set.
         ValueError: a number is out of range.
-        OSError: the address does not belong to a machine.
+        OSError: the address cannot be resolved.
     """
     address_name, port_name, node_name = names
     port_text = str(port) if port is not None else os.environ.get("MASTER_PORT")
@@ -270,8 +270,8 @@ def find_place(
         values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
         raise RuntimeError(
             f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set, so they cannot find each other. On the first, type:\n  {line.format(**values, node=0)}\nand so on, "
-            f"up to the last:\n  {line.format(**values, node=num_nodes - 1)}\n"
+            f"set, so they cannot find each other. On the first machine, run:\n  {line.format(**values, node=0)}\nand "
+            f"so on, up to the last machine:\n  {line.format(**values, node=num_nodes - 1)}\n"
             "or start the script with torchrun, srun or mpirun."
         )
     try:
@@ -288,7 +288,7 @@ def find_place(
 
 def _whole(name: str, text: str, below: int) -> int:
     if not text.isdecimal() or int(text) >= below:
-        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to such a number.")
+        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
     return int(text)
 
 
@@ -315,13 +315,13 @@ class _Job:
 
 
 def _run(job: _Job) -> None:
-    """In a new process: call the function, and save rank 0's result or this rank's failure."""
+    """Call the function, and save rank 0's result or this rank's failure. Runs in a new process."""
     import torch
 
     if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C arrives only once, from the process that waits
-    child = job.start_method != "forkserver"  # which is forked by the server
-    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # on Linux torch has SIGINT sent to it
+        os.setsid()  # Ctrl-C arrives only once, from the launcher
+    child = job.start_method != "forkserver"  # forkserver processes are the server's children
+    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # on Linux torch arranges a SIGINT
     if job.start_method == "fork":
         _forget_handlers()
         torch.set_num_threads(1)
@@ -351,13 +351,13 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """Load the work in a fresh process, which imports the functions and classes that the work uses."""
+    """Load the work in a fresh process; this imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"A fresh process cannot import what the run uses ({error}). It can import definitions at the top level of "
-            "a .py file in a folder of sys.path, but nothing below a main guard, and no test file that pytest loads "
+            "a .py file in a folder on sys.path, but nothing below a main guard, and no test file that pytest loads "
             "with --import-mode=importlib. Move the definition to a .py file that can be imported (pytest's setting "
             "`pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
         ) from error
@@ -365,10 +365,10 @@ def _load_work(file: Path) -> _Work:
 
 @cache
 def leave_garbage_alone_in_forks() -> None:
-    """From now on, keep forked copies of this process from collecting garbage that existed before the fork.
+    """From now on, prevent forks of this process from collecting garbage that existed before the fork.
 
-    A fork copies an object such as a store server without its thread, but with the pipe that tells the thread to end,
-    which belongs to the parent. Collecting the copy would crash the child, or end the parent's thread.
+    A fork copies objects such as a store server without their thread, but with the pipe that tells the parent's thread
+    to stop. Collecting the copy would crash the child, or stop the parent's thread.
     """
     enabled: list[bool] = []
 
@@ -388,9 +388,9 @@ def leave_garbage_alone_in_forks() -> None:
 
 
 def _wait_for_all(folder: Path, rank: int) -> None:
-    """Return when every process is forked.
+    """Wait until every process is forked.
 
-    The agent's store runs in a thread. If that thread is busy during a fork, its locks stay held in the child for ever.
+    The agent's store runs in a thread. If that thread is busy during a fork, its locks stay held in the child forever.
     """
     (folder / f"forked{rank}").touch()
     while len(list(folder.glob("forked*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -398,7 +398,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers: a fork copies torch elastic's, which are for the process that waits."""
+    """Restore the default signal handlers: a fork copies torch elastic's handlers, which are meant for the launcher."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -412,7 +412,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle with ``torch.save``: multiprocessing itself would make all processes share a tensor's memory."""
+    """Pickle with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
     import torch
 
     try:
@@ -428,16 +428,16 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
 
 
 def _refuse_definitions(work: _Work) -> None:
-    """Refuse work that uses definitions from a prompt or a notebook cell, which a fresh process cannot import."""
+    """Reject work that uses definitions from a prompt or notebook cell: a fresh process cannot import them."""
     finder = _Finder(_Nowhere())
     if not has_file():
-        with suppress(Exception):  # saving the work names what cannot be pickled
+        with suppress(Exception):  # _save reports objects that cannot be pickled
             finder.dump(work)
     if finder.found is not None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
             f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
-            f"which forks this process here; or put {name} into a .py file and import it."
+            f"which forks this process here; or put {name} in a .py file and import it."
         )
 
 

@@ -1,7 +1,7 @@
-"""First code in a process started by ``paceline launch``: bind it to its cores, report its failure, run the script.
+"""The first code in a process started by ``paceline launch``: bind to cores, report failures, run the script.
 
-The script runs as with ``python script.py``: as ``__main__``, with its own arguments and path. Torch is not imported
-here, so the script starts just as quickly.
+The script runs as with ``python script.py``: as ``__main__``, with its own arguments and path. This file does not
+import torch, so the script starts just as quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .cpu_affinity import bind
 from .rank_failure import register_failure_hook
 
 _ROOT = str(Path(__file__).absolute().parents[2])
-# Only the package is imported from this program's path: a user's file must not be imported instead of a library.
+# Add this path only for the package's import, so that no user's file is imported instead of a library.
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
 sys.path.append({root!r})
@@ -28,13 +28,13 @@ main()"""
 
 
 def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
-    """The command of a process that runs a script or a module through this file."""
+    """The command for a process that runs a script or a module through this file."""
     program = _PROGRAM.format(root=_ROOT, package=__package__)
     return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
 
 
 def main() -> None:
-    """Run the script that the command line names, with its arguments."""
+    """Run the script from the command line, with its arguments."""
     bind()
     register_failure_hook()
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):

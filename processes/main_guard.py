@@ -1,4 +1,4 @@
-"""Fresh processes import the program that starts them, so it needs a main guard around what only the first one does."""
+"""Check for a main guard: fresh processes import the program, so it must guard the code for the first process only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-#: Statements that may keep a line from running again in a process that imports the file.
+#: Statements that may prevent a line from running again in a process that imports the file.
 _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 
 
 def require_main_guard(who: str) -> None:
-    """Raise if the processes about to be started would start processes themselves when they import the program.
+    """Raise if the new processes would start more processes when they import the program.
 
-    This finds statements at the top level of the program that no condition guards. Any other missing guard is found
-    later, in the new process.
+    This finds top-level statements of the program that no condition guards. Any other missing guard is found later, in
+    the new process.
 
     Args:
-        who: what starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
+        who: the setting that starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
 
     Raises:
-        RuntimeError: there is no main guard; the message shows the lines to write.
+        RuntimeError: there is no main guard; the message shows the lines to add.
     """
     found = _in_new_process() or _unguarded()
     if found is None:
@@ -39,7 +39,7 @@ def require_main_guard(who: str) -> None:
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """The statement that this process runs while it is still importing its parent's program; None if it is not."""
+    """The statement that this process is running while it imports its parent's program; None if it is not importing."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")

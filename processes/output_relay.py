@@ -1,7 +1,7 @@
 """Relay the output of forked ranks to this process's own output: a notebook cell or a captured stream.
 
-A forked copy of this process cannot use a stream that is not a plain file: the text would stay in the copy's memory, or
-go through a socket that belongs to this process. So each rank writes to pipes, and a thread of this process reads them.
+A fork of this process cannot use a stream that is not a plain file: the text would stay in the fork's memory, or go
+through a socket that belongs to this process. So each rank writes to pipes, and a thread of this process reads them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Relay:
         self._pipes = [{name: os.pipe() for name in names} for _ in range(count if names else 0)]
         self._end, self._ended = os.pipe()
         self._lost: Exception | None = None
-        # A notebook finds the cell that an output belongs to by the context.
+        # A notebook uses the context to find the cell that an output belongs to.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._relay,), name="paceline-relay", daemon=True
         )
@@ -69,7 +69,7 @@ class Relay:
     # ---- in a rank -------------------------------------------------------------------------------------------------
 
     def enter(self, rank: int) -> None:
-        """In a rank: send its output to its pipes from now on. ``rank`` is the local rank."""
+        """Called in a rank: send its output to its pipes from now on. ``rank`` is the local rank."""
         for index, pipes in enumerate(self._pipes):
             for reader, writer in pipes.values():
                 os.close(reader)
@@ -95,12 +95,12 @@ class Relay:
 
         for name in _DISPLAYS:
             setattr(self._publisher, name, lambda *args, name=name, **kwargs: send(name, *args, **kwargs))
-        sys.modules["ipywidgets"] = None  # type: ignore[reportArgumentType]  # a widget lives in the kernel
+        sys.modules["ipywidgets"] = None  # type: ignore[reportArgumentType]  # widgets only work in the kernel's process
 
     # ---- in this process -------------------------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """In the thread: relay output until the ranks have ended and the pipes are empty."""
+        """Relay output until the ranks have ended and the pipes are empty. Runs in the thread."""
         receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
         with selectors.DefaultSelector() as selector:
             for reader in (*receivers, self._end):
@@ -116,7 +116,7 @@ class Relay:
                     pass
 
     def _relay_once(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
-        """Relay the content of one pipe; False if it is empty. Errors are kept for later, so that no rank blocks."""
+        """Relay the content of one pipe; False if it is empty. Errors are reported later, so that no rank blocks."""
         data = _read(reader)
         if data:
             try:
@@ -152,7 +152,7 @@ class _Displays:
 
 
 def _is_plain(stream: Any) -> bool:
-    """Whether a forked copy of this process can write to the stream too."""
+    """Whether a fork of this process can write to the stream too."""
     if stream is None:
         return True
     try:
@@ -170,7 +170,7 @@ def _publisher() -> Any:
 
 
 def _rebind_log(streams: dict[int, Any]) -> None:
-    """Let logging handlers write to a rank's streams. Remove pytest's: the records they keep would be lost."""
+    """Make logging handlers write to a rank's streams. Remove pytest's, because the records they keep would be lost."""
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     for logger in loggers:
         for handler in list(getattr(logger, "handlers", ())):

@@ -1,4 +1,4 @@
-"""The process group: joined by the first run of a process, shared by all its strategies, left when the process ends."""
+"""The process group: a process joins it in its first run, shares it among strategies, and leaves it when it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THREADS = Path("/proc/self/task")
 def join(
     cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
 ) -> None:
-    """Join the process group of this process's cluster, or make one for this process alone, unless there is one."""
+    """Join the cluster's process group, or create one for this process alone. Does nothing if a group exists."""
     if dist.is_initialized():
         return
     with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -53,13 +53,13 @@ def leave() -> None:
 
 @dataclass
 class _Room:
-    """What all strategies of a process group share: a thread that watches for hangs, and gloo groups by timeout."""
+    """What a process group's strategies share: a thread that watches for hangs, and gloo groups by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)
 
     def is_open(self) -> bool:
-        """Whether the process group it was made for still exists."""
+        """Whether the process group that it was created for still exists."""
         try:
             return all(dist.get_process_group_ranks(group) for group in self.groups.values())
         except KeyError:
@@ -70,7 +70,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """The gloo group with this timeout and the watch of the process group; every rank creates them in its first run."""
+    """The gloo group with this timeout, and the process group's watch; every rank creates them in its first run."""
     global _room
     if _room is None or not _room.is_open():
         if _room is not None:
@@ -83,21 +83,21 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Called when the process ends: a thread in torch that still needs Python would abort it."""
+    """Called when the process ends, because a torch thread that still needs Python would abort the process."""
     watch.close()
     _wait_for_gloo()
 
 
 def _wait_for_gloo(seconds: float = 10.0) -> None:
-    """Return when all of gloo's worker threads sleep and hold no Python object, but after ``seconds`` at the latest.
+    """Wait until all of gloo's worker threads are asleep and hold no Python object, for at most ``seconds``.
 
-    A worker of a gloo group first reports that a collective is done, and then releases its tensors. It needs the
-    interpreter to release tensors that Python has seen. If Python exits at that moment, it ends the worker inside a C++
-    destructor, which aborts the process: "terminate called without an active exception". Destroying the groups does not
-    end their workers while a strategy, a wrapped model or the user still holds a group.
+    A gloo worker first reports that a collective is done, and then releases its tensors. It needs the interpreter to
+    release tensors that Python has seen. If Python exits at that moment, it ends the worker inside a C++ destructor,
+    which aborts the process: "terminate called without an active exception". Destroying a group does not end its
+    workers while a strategy, a wrapped model or the user still holds the group.
 
     A worker that is waiting for the interpreter gets it during the pause. A worker that sleeps through the pause has
-    nothing to do, or is waiting for another process. Only Linux lists threads; elsewhere this returns soon.
+    nothing to do, or is waiting for another process. Only Linux lists threads; on other systems this returns quickly.
     """
     deadline, before = time.monotonic() + seconds, None
     while ((asleep := _asleep()) is None or asleep != before) and time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def _wait_for_gloo(seconds: float = 10.0) -> None:
 
 
 def _asleep() -> dict[str, str] | None:
-    """How often each worker has gone to sleep, by thread id; None if one is awake."""
+    """The number of times each worker has gone to sleep, by thread id; None if a worker is awake."""
     found = {}
     for thread in _THREADS.glob("*/status"):
         try:

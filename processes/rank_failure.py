@@ -1,7 +1,7 @@
-"""Find out which of several processes failed first, and report that failure.
+"""Find out which process failed first, and report that failure.
 
-A process that fails takes the others with it: they lose their connection a moment later and fail too. So each process
-writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
+A process that fails takes the others down with it: they lose their connection a moment later and fail too. So each
+process writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 
 #: Environment variable in processes that Paceline started: the process id of the launcher that waits for them.
 LAUNCHED = "PACELINE_LAUNCHED"
-#: Environment variable with the file to which a started process writes its failure. Torch elastic sets it.
+#: Environment variable with the file where a started process writes its failure. Torch elastic sets it.
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _STAMP = "_paceline_failed_at"
 _WORKER = os.path.join(os.path.dirname(__file__), "launched_worker.py")
 
-#: Error messages of torch and NCCL in a process that has lost its peer.
+#: Error messages from torch and NCCL in a process that has lost its peer.
 _PEER_LOST = re.compile(
     r"closed by peer|reset by peer|closed by remote|remote (process|peer)|broken pipe|recvValue failed|sendBytes failed"
     r"|connectFullMesh|socket.{0,20}(closed|timed? ?out)|connection (was )?(closed|refused|lost|aborted)"
     r"|^torch\.distributed\.Dist(Network|Store|Backend)Error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-#: First words of faulthandler's messages, and their signals; any other message means SIGABRT.
+#: The signal for each first word of faulthandler's messages; any other message means SIGABRT.
 _CRASHES = {
     "Segmentation": signal.SIGSEGV,
     "Floating": signal.SIGFPE,
@@ -50,7 +50,7 @@ _registered = False
 
 
 def register_failure_hook() -> None:
-    """Send this process's uncaught exception to the launcher that waits for it, which prints only the first failure.
+    """Report this process's uncaught exception to its launcher, which prints only the first failure.
 
     The process also ends when the launcher is killed. Does nothing in a process that Paceline did not start.
     """
@@ -68,7 +68,7 @@ def register_failure_hook() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Record that ``error`` ends the run, and when, before the cleanup that makes the other processes fail too."""
+    """Record that and when ``error`` ended the run, before cleanup makes the other processes fail too."""
     _moment(error)
     if _registered:
         write_failure(error, Path(os.environ[_FILE]))
@@ -88,9 +88,9 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Have a crash in compiled code, which raises no exception, write the stacks to ``file``.
+    """Make a crash in compiled code, which raises no exception, write the stacks to ``file``.
 
-    This does not cover processes that this one forks, or work that enables faulthandler itself.
+    This does not cover forks of this process, or work that enables faulthandler itself.
     """
     crash = file.open("w", encoding="utf-8")
     crash.write(f"{_rank()}\n")
@@ -108,7 +108,7 @@ def _say_crash() -> None:
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of the code that runs the script for ``paceline launch``."""
+    """The traceback without the frames in which ``paceline launch`` runs the script."""
     frame, last = trace, None
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == _WORKER:
@@ -128,7 +128,7 @@ def _write_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _moment(error: BaseException) -> int:
-    """When this exception, or the one that caused it, was first seen, in nanoseconds."""
+    """The time when this exception, or an exception that caused it, was first seen, in nanoseconds."""
     now = time.time_ns()
     first, at, seen = now, error, set[int]()
     while at is not None and id(at) not in seen:
@@ -152,15 +152,15 @@ def _is_alive(process: int) -> bool:
 
 
 def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
-    """End this process when the launcher that waits for it is killed and so can no longer end it.
+    """End this process if its launcher is killed, because the launcher can then no longer end it.
 
-    A thread checks once a second. It sends SIGTERM, so that a step can finish, and ends the process after the time
-    that torch elastic allows. Before the process group exists there is no step to finish, and torch waits for the
-    other processes without letting threads run. During that time, on Linux, the kernel kills the process.
+    A thread checks once per second. It sends SIGTERM, so that a step can finish, and ends the process after the time
+    that torch elastic allows. Before the process group exists there is no step to finish, and torch waits for the other
+    processes without letting threads run. During that time the kernel kills the process, on Linux only.
 
     Args:
         agent: process id of the launcher.
-        ask: whether to send SIGTERM first; False if the system has already sent a signal.
+        ask: whether to send SIGTERM first; False if the system sends a signal itself.
         child: whether ``agent`` is this process's parent.
     """
     ready = threading.Event()
@@ -192,7 +192,7 @@ def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
 
 
 def _when_parent_dies(number: int) -> None:
-    """Have Linux send this process a signal when its parent dies; 0 for none. Other threads keep their own setting."""
+    """Make Linux send this process a signal when its parent dies (0: none). Other threads keep their own setting."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -238,11 +238,11 @@ class Failure:
             return f"{who} failed (exit status {self.status}) without an exception; its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, a crash in compiled code, which was called here:\n{self.text.rstrip()}"
+            return f"{killed}, a crash in compiled code that was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
-        """Sort key; smaller is more likely the cause: its own failure, a lost peer, a signal to end; then the time."""
+        """Sort key; likely causes come first: a failure of its own, a lost peer, a signal to end; then by time."""
         code = self.exit_code or 0
         if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment
@@ -250,7 +250,7 @@ class Failure:
 
 
 def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] = ()) -> list[Failure]:
-    """The failures of all processes that failed; first the one that caused the others.
+    """The failures of all processes that failed, sorted so that the one that caused the others is first.
 
     Args:
         exits: torch elastic's ``ProcessFailure`` by rank.
@@ -259,7 +259,8 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     """
     found: dict[int, Failure] = {}
     for rank, seen in exits.items():
-        # Elastic notes whole seconds: take the start for a signal, which nothing else explains, the end for a status.
+        # Torch elastic records whole seconds. For a signal, which nothing else explains, take the start of the second;
+        # for an exit status take the end.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
     for file in crashes if exits else ():
         who, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -278,13 +279,13 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
 
 
 def _crash_signal(text: str) -> int:
-    """The exit code of a process for which faulthandler wrote this text."""
+    """The exit code of a process whose faulthandler wrote this text."""
     named = (number for words, number in _CRASHES.items() if words in text.partition("\n")[0])
     return -next(named, signal.SIGABRT)
 
 
 def _stack(text: str) -> str:
-    """The stacks of the threads without Paceline's own, and without the frames below the user's work."""
+    """The stacks of the threads, without Paceline's own threads and the frames below the user's work."""
     threads = text.partition("\n\nExtension modules:")[0].split("\n\n")[1:]
     return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
@@ -299,7 +300,9 @@ def signal_name(number: int) -> str:
 
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
-        return ", probably by the system because memory ran out: check its log; use smaller batches or fewer workers"
+        return (
+            ", probably by the system because memory ran out: check its log, and use smaller batches or fewer workers"
+        )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
         return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
     return ""

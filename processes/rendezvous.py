@@ -1,4 +1,4 @@
-"""Rendezvous of several machines at a given address: torch elastic's static one, in which machine 0 leaves last."""
+"""Torch elastic's static rendezvous, for several machines at a given address, changed so that machine 0 leaves last."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _NAME = "paceline-static"
-#: How long machine 0 waits at the end for the others, which finish at about the same time unless one has died.
+#: How long machine 0 waits for the others at the end. They finish at about the same time unless one has died.
 _LEAVING = timedelta(seconds=5)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous, except that machine 0, which hosts the store, leaves last, while others may still use it."""
+    """Torch's rendezvous, except that machine 0 leaves last: it hosts the store, which others may still be using."""
 
     def get_backend(self) -> str:
         return _NAME
 
     def shutdown(self) -> bool:
-        """Tell machine 0 that this one leaves; on machine 0, wait until the others have left."""
+        """Tell machine 0 that this machine is leaving; on machine 0, wait until the others have left."""
         store: Any = self._store
         if store is None:
             return True
@@ -34,7 +34,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
-    """Make the rendezvous for torch elastic, from the same parameters as for ``static``."""
+    """Create the rendezvous for torch elastic, with the same parameters as ``static``."""
     address, _, port = parameters.endpoint.rpartition(":")
     rank, timeout = (parameters.get_as_int(name) for name in ("rank", "timeout"))
     return Rendezvous(address, int(port), rank or 0, parameters.max_nodes, parameters.run_id, timeout or 900)

@@ -1,6 +1,6 @@
-"""Randomness: one seed for everything, and the random states that a checkpoint stores.
+"""Seed all random number generators, and save and restore their states.
 
-numpy is included only if it is already imported. Torch imports it if torch is built with numpy and numpy is installed.
+numpy is included only if it is already imported. Torch imports numpy if it was built with numpy and numpy is installed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MAX_SEED = 2**32 - 1
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python's ``random``, numpy and torch (all devices); processes started later inherit the seed.
 
-    numpy is seeded, and stored in checkpoints, if it is imported when this is called. ``import torch`` imports it,
-    unless torch is built without numpy. In that case, import numpy at the top of the script: if it is first imported
-    during the run, it draws different numbers each time.
+    numpy is seeded, and its state saved in checkpoints, only if it is imported before this call. ``import torch``
+    imports it, unless torch was built without numpy. In that case, import numpy at the top of the script: if it is
+    first imported during the run, it draws different numbers each time.
 
     Args:
-        seed: 0 to 4294967295. None takes ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
+        seed: 0 to 4294967295. None uses ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
         workers: also seed data loader workers by rank. Within one process torch already gives every worker its own
             seed, derived from this one, for ``random``, numpy and torch.
         verbose: print the seed.
@@ -53,13 +53,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed everything again with the seed of the last :func:`seed_everything`; without one, do nothing."""
+    """Seed everything again with the seed of the last :func:`seed_everything`, if there was one."""
     if seed_from_environment() is not None:
         seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
 
 
 def seed_from_environment() -> int | None:
-    """The seed that a variable sets; None if there is none."""
+    """The seed from the environment variables; None if none is set."""
     for variable in (SEED_VARIABLE, _OTHER_SEED_VARIABLE):
         text = os.environ.get(variable)
         if text:
@@ -80,8 +80,8 @@ def _valid_seed(seed: Any, said: str) -> int:
 def random_states() -> dict[str, Any]:
     """The state of every random number generator in use, as plain data and tensors.
 
-    ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor per device, only if CUDA is in use (reading them
-    waits for the devices).
+    ``torch``: shape (n,), uint8, on the CPU. ``cuda``: one such tensor per device, only if CUDA is in use; reading them
+    waits for the devices.
     """
     states = host_random_states()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -92,7 +92,7 @@ def random_states() -> dict[str, Any]:
 
 
 def host_random_states() -> dict[str, Any]:
-    """:func:`random_states` of the host's generators only; does not wait for a device."""
+    """:func:`random_states` for the host's generators only; does not wait for a device."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = numpy_random()
     if numpy is not None:
@@ -117,7 +117,7 @@ def seed_host(value: int) -> None:
 
 
 def seed_all(value: int) -> None:
-    """Seed the host's generators (see :func:`seed_host`) and those of the devices."""
+    """Seed the host's generators (see :func:`seed_host`) and the devices' generators."""
     seed_host(value)
     torch.manual_seed(value % 2**63)
 
@@ -149,8 +149,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     if missing:
         messages.warn_once(
             f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
-            "(not imported in this process, or different devices), so random numbers drawn from it differ from those "
-            "of the saved run. Import numpy before fit, or use the same number of devices."
+            "(not imported in this process, or different devices), so its random numbers will differ from the saved "
+            "run. Import numpy before fit, or use the same number of devices."
         )
 
 
@@ -163,7 +163,7 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context that restores all random states on exit, whatever is drawn or seeded inside.
+    """Context that restores all random states on exit, regardless of what is drawn or seeded inside.
 
     Args:
         include_cuda: whether to restore CUDA's generators too (reading them waits for the devices).
@@ -180,8 +180,8 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 class PrivateRandomness:
     """Private random states (Python, numpy, torch on the CPU), active inside ``with``.
 
-    The context can be entered many times and continues where it was left. Numbers drawn inside depend only on the seed
-    and on what was drawn inside before; the states outside do not change.
+    The context can be entered many times and continues where it left off. Numbers drawn inside depend only on the seed
+    and on earlier draws inside; the states outside do not change.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Signals only set a flag; the loop ends the run at the next boundary (see :mod:`.stop_agreement`)."""
+"""Handle signals. They only set a flag; the loop ends the run at the next boundary (see :mod:`.stop_agreement`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def check_signals(given: Any) -> dict[int, str | None]:
 
     Raises:
         ValueError: a signal or an action is unknown, or no program can catch the signal.
-        TypeError: it is not a mapping.
+        TypeError: ``given`` is not a mapping.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"Trainer(signals={given!r}) does not say what each signal does. Pass a dict such as "
+            f"Trainer(signals={given!r}) does not map signals to actions. Pass a dict such as "
             "{'SIGUSR2': 'stop'}, with 'stop', 'requeue' or None."
         )
     found: dict[int, str | None] = {}
@@ -55,8 +55,8 @@ def _number(name: Any) -> int:
 def actions(given: Mapping[int, str | None]) -> dict[int, str]:
     """The action of each signal in a run. By default SIGINT and SIGTERM stop it, and SLURM's SIGUSR1 also requeues it.
 
-    Signals that the program ignores, or whose handler Python did not set, are left alone. So is SLURM's SIGUSR1 if the
-    user has a handler for it.
+    This leaves signals alone that the program ignores or whose handler was not set from Python, and SLURM's SIGUSR1 if
+    the user has a handler for it.
     """
     wanted: dict[int, str | None] = {signal.SIGINT: "stop", signal.SIGTERM: "stop"}
     requeue = getattr(signal, "SIGUSR1", None)
@@ -71,10 +71,10 @@ def actions(given: Mapping[int, str | None]) -> dict[int, str]:
 def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
     """Record the first of the ``wanted`` signals in ``state.signum`` while the context is open.
 
-    The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts at once, and so does the
-    first one while no step runs (during data preparation, or while a file is read). A checkpoint that the first Ctrl-C
-    caused is still finished. A signal that arrives after the run has ended is raised again for the previous handler.
-    Outside the main thread, where Python delivers no signals, this does nothing.
+    The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts immediately, and so does
+    the first one if no step is running (during data preparation, or while a file is read). A checkpoint that the first
+    Ctrl-C triggered is still finished. A signal that arrives too late for the loop to act on it is raised again for the
+    previous handler. Outside the main thread this does nothing, because Python delivers no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -107,10 +107,10 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
 
 def _put_back(before: Mapping[int, Any], ours: Callable[..., Any]) -> None:
     for number, handler in before.items():
-        if signal.getsignal(number) is ours:  # otherwise the user has set another one during the run
+        if signal.getsignal(number) is ours:  # otherwise the user set another handler during the run
             signal.signal(number, handler)
 
 
 def interruption(signum: int) -> BaseException:
-    """The exception that a signal raises once the step is finished."""
+    """The exception to raise for a signal once the step is finished."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)

@@ -1,7 +1,7 @@
-"""Agree on the boundary at which all ranks stop, after a signal, a time limit or a callback asked one of them to.
+"""Agree on the step boundary where all ranks stop, after a signal, a time limit or a callback asked one rank to stop.
 
-Until a rank asks, the ranks exchange nothing. They use the process group's store and never a collective. Each rank
-answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
+Until a rank asks, the ranks exchange nothing. They use the process group's store, never a collective. Each rank answers
+once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for the answers of the other ranks' threads; less than launchers wait before they kill.
+#: How long a rank waits for answers from the other ranks' threads; shorter than launchers wait before they kill.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -23,7 +23,8 @@ class Run(Protocol):
     """The part of a run's state that its main thread and the listening thread share.
 
     Attributes:
-        passed: number of boundaries that the main thread has passed. All ranks reach the same ones in the same order.
+        passed: number of boundaries that the main thread has passed. All ranks reach the same boundaries in the same
+            order.
         stop: whether the main thread must call :meth:`StopVote.decide` before it passes the next boundary.
     """
 
@@ -33,7 +34,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a run stops, the same on all ranks.
+    """Where a run stops; the same on all ranks.
 
     Attributes:
         boundary: the number of the boundary, counted from 1.
@@ -49,17 +50,18 @@ class Stop:
 class StopVote:
     """The agreement of one run.
 
-    All ranks stop at the same boundary S, and no rank waits for ever, for these reasons. At boundary n the main thread
+    This is why all ranks stop at the same boundary S, and why no rank waits forever. At boundary n the main thread
     reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main thread answers n
-    and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers one
-    more. Each rank answers once, and S is the largest answer. If a main thread passed n without seeing ``run.stop``, it
-    read it before it was set. So ``run.passed`` was n or more when the listening thread read it, and S is larger than
-    n. A waiting rank waits only for answers, and the other ranks' threads give them even while their main threads wait
-    for this one in a collective. If all main threads ask at the same boundary, each has seen its own request before it
-    writes ``run.passed``: every answer is that boundary or less, and they stop exactly there.
+    and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers
+    ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n without seeing
+    ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the listening thread
+    read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks' listening threads
+    answer even while their main threads wait for this rank in a collective. If all main threads ask at the same
+    boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary or an earlier
+    one, and they stop exactly there.
 
     Args:
-        run: the state that the two threads of this rank share.
+        run: the state that this rank's two threads share.
         rank: rank of this process.
         world_size: number of processes.
         store: a store that all ranks share; no other run uses its keys.
@@ -73,18 +75,18 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """In the listening thread, called regularly: answer if a rank has asked."""
+        """Answer if a rank has asked. The listening thread calls this regularly."""
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """In the main thread, at a boundary: decide where to stop. Asks the other ranks if no rank has.
+        """Decide where to stop; asks the other ranks if none has asked yet. The main thread calls this at a boundary.
 
-        ``signum`` is the signal that this rank received, or 0; ``wants`` is whether it wants to end the training.
+        ``signum`` is the signal that this rank received, or 0; ``wants`` says whether it wants to end the training.
 
         Raises:
-            RuntimeError: a rank has not answered; it has probably ended.
+            RuntimeError: a rank did not answer; it has probably ended.
         """
         self._answer(boundary, signum, wants)
         self._store.set("asked", "")
@@ -99,14 +101,14 @@ class StopVote:
                 self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
 
     def _answers(self) -> list[tuple[int, int, bool]]:
-        """The answers of all ranks. Polls the store, whose own wait would keep the other thread from answering."""
+        """The answers of all ranks. Polls the store: ``store.wait`` would keep the other thread from answering."""
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
-                    f"Rank {self.rank} asked the others to stop, but got no answer from {missing} in "
+                    f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
                     f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: check "
                     "their output."
                 )
@@ -116,5 +118,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """The signal that ends the run on all ranks: the one that the lowest such rank received; 0 if there is none."""
+    """The signal that ends the run on all ranks: the one received by the lowest rank; 0 if no rank received one."""
     return next((signum for signum in signums if signum), 0)

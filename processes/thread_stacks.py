@@ -1,4 +1,4 @@
-"""The stacks of all threads of this process, for a report on a run that hangs."""
+"""The stacks of all threads in this process, for a report on a run that hangs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import threading
 import traceback
 
-#: Prefix of Paceline's own threads, whose stacks say nothing about the run.
+#: Name prefix of Paceline's own threads; their stacks say nothing about the run.
 OURS = "paceline-"
 
 
 def stacks() -> str:
-    """The stacks of all threads as text, the main thread first, innermost line last."""
+    """The stacks of all threads as text, with the main thread first and the innermost line last."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []

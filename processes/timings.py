@@ -30,7 +30,7 @@ def is_debugging() -> bool:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context or decorator that adds the time of a block or function to a phase, inside the phase that is open."""
+    """Context or decorator that adds a block's or function's time to a phase; phases can be nested."""
     if not is_debugging() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,7 +48,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def text() -> str:
-    """The phases so far, with their seconds and how often each has run."""
+    """A table of the phases so far: their seconds, and how often each has run."""
     now = time.perf_counter()
     started = os.environ.get(STARTED)
     before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0

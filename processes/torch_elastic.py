@@ -1,4 +1,4 @@
-"""Start, watch and stop processes with torch elastic, and report processes that cannot meet."""
+"""Start, watch and stop processes with torch elastic, and report processes that cannot find each other."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Place:
     """Where the machines meet: an address and a port on machine 0, and the index of this machine.
 
     Args:
-        port: with a single machine, 0 for a free one.
-        names: names under which the user sets address, port and node rank, for error messages.
+        port: 0 picks a free port; only on a single machine.
+        names: the names that the user knows for address, port and node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -48,13 +48,13 @@ class Options:
     """Other options for torch elastic.
 
     Args:
-        max_restarts: how often all processes are restarted after one has failed.
+        max_restarts: how many times all processes are restarted after one has failed.
         monitor_interval: seconds between two checks of the processes.
-        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; None for no files.
-        tee: streams that are written there as well as shown: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or
+        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; None writes no files.
+        tee: streams to both show and write there: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or
             ``"0:1,1:2"`` by local rank; ``"0"`` for none.
         role: name of the processes in the lines that ``tee`` shows.
-        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which can restart with other machines.
+        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which can restart with different machines.
         rdzv_conf: settings of the rendezvous.
         quiet: hide torch elastic's own log.
         serving: called with the port at which the processes of a single machine meet.
@@ -83,10 +83,10 @@ def launch(
 ) -> tuple[dict[int, Any], int | None]:
     """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any.
 
-    The processes write their failures in ``folder``; ``start_method`` is used if ``entrypoint`` is a function.
+    The processes write their failures to ``folder``; ``start_method`` applies if ``entrypoint`` is a function.
 
     Raises:
-        OSError: the machines or the processes cannot meet.
+        OSError: the machines or processes cannot find each other.
     """
     from torch.distributed import (
         DistError,
@@ -119,10 +119,10 @@ def launch(
 
 
 def serve(store: Any, address: str, port: int) -> Any:
-    """A store that serves at ``port``; 0 for a free port.
+    """Start a store server at ``port``; 0 picks a free port.
 
     A free port can be unusable for two reasons: the system gave it to two programs at the same time, or torch still has
-    an entry for an earlier server of this process on that port. In both cases the next free port is tried.
+    an entry for an earlier server of this process on that port. In both cases this tries another free port.
     """
     for _ in range(0 if port else _ATTEMPTS):
         try:
@@ -147,7 +147,7 @@ def _config(
     if "SLURM_JOB_ID" not in os.environ:
         handled = [name for name in handled if name != "SIGUSR1"]
     static = place.num_nodes == 1 or options.rdzv_backend == "static"
-    with environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # another check for CUDA makes later forks unusable
+    with environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # torch's other check for CUDA breaks later forks
         return LaunchConfig(
             min_nodes=place.num_nodes,
             max_nodes=place.num_nodes,
@@ -172,13 +172,11 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Options for binding processes to the NUMA nodes of their GPUs; None, with a note, where that has no effect."""
+    """Options that bind processes to their GPUs' NUMA nodes; None, with a message, if binding has no effect."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:
-        why = (
-            f"the processes compute on {devices_kind!r}" if devices_kind != "cuda" else "this machine has one NUMA node"
-        )
+        why = f"the processes run on {devices_kind!r}" if devices_kind != "cuda" else "this machine has one NUMA node"
         messages.info_once(f"numa=True has no effect: {why}.")
         return None
     from torch.numa.binding import AffinityMode, NumaOptions
@@ -188,7 +186,7 @@ def numa_of(devices_kind: str, numa: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide torch elastic's log: Paceline itself reports once what the user needs to know."""
+    """Hide torch elastic's log: Paceline reports what the user needs to know, once."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     before = [logger.propagate for logger in loggers]
     handler = logging.NullHandler()
@@ -205,10 +203,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def signals_restored(handler: Callable[[int, Any], None] | None = None) -> Iterator[None]:
-    """Context that restores signal handlers on exit, such as those that torch elastic replaces.
+    """Context that restores signal handlers on exit, because torch elastic replaces some.
 
     Args:
-        handler: called on signals that would otherwise end this process silently.
+        handler: called for signals that would otherwise end this process silently.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -249,10 +247,10 @@ def _cannot_meet(error: Exception, place: Place) -> OSError:
         return OSError(
             errno.EADDRINUSE,
             f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot "
-            f"meet there. Set {port} to a free port{others}",
+            f"use it. Set {port} to a free port{others}",
         )
     return OSError(
         f"The machines could not find each other at {where} ({address}:{port}): this is {node}={place.node_rank} of "
-        f"{place.num_nodes}. Start the same command on all of them within 15 minutes, with an address of machine 0 "
+        f"{place.num_nodes}. Start the same command on all machines within 15 minutes, with an address of machine 0 "
         f"that the others can reach and a port that no firewall blocks. ({str(error).splitlines()[0]})"
     )

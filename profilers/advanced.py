@@ -13,13 +13,13 @@ from .base import Profiler
 class AdvancedProfiler(Profiler):
     """Record every Python function that runs in an action, with its calls and seconds.
 
-    A call counts for the innermost running action. The profiler slows a step down several times, so compare functions
-    with each other and do not rely on absolute times.
+    A call counts toward the innermost running action. The profiler makes a step several times slower, so compare
+    functions with each other and do not rely on absolute times.
 
     Args:
         dirpath: see :class:`Profiler`.
         filename: see :class:`Profiler`.
-        line_count_restriction: lines of an action's table, as a number (int) or a fraction (float).
+        line_count_restriction: lines in an action's table, as a number (int) or a fraction (float).
         dump_stats: also write one ``.prof`` file per action with cProfile's results, for visualization tools.
     """
 

@@ -1,4 +1,4 @@
-"""Interface of profilers, and a profiler that does nothing.
+"""The profiler interface, and a profiler that does nothing.
 
 Running code never checks for a profiler: functions to be timed are bound once through :meth:`Profiler.around`, which
 returns them unchanged if there is no profiler.
@@ -25,16 +25,16 @@ _END = object()
 
 
 class Profiler:
-    """Base class of profilers, which time named actions. Define :meth:`start`, :meth:`stop` and :meth:`summary`.
+    """Base class for profilers. They time named actions. Define :meth:`start`, :meth:`stop` and :meth:`summary`.
 
     Actions have the same names as in Lightning: ``run_training_epoch``, ``run_training_batch``,
     ``[_TrainingEpochLoop].train_dataloader_next``, ``[Strategy]DDPStrategy.backward``, ``[Callback]Mine.on_fit_start``,
     ``[TrainingModule]Mine.on_train_start``, ``save_checkpoint``, ...
 
     Args:
-        dirpath: the folder for reports; None means the folder of the run's logger, or ``default_root_dir``, which each
-            run sets as this attribute.
-        filename: part of the files' names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
+        dirpath: the folder for reports; None means the logger's folder or ``default_root_dir``, and each run then sets
+            this attribute.
+        filename: part of the file names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
     #: Whether anything is timed.
@@ -54,23 +54,23 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} does not define start(action_name). Define it.")
 
     def stop(self, action_name: str) -> None:
-        """End an action, also after an exception."""
+        """End an action, even after an exception."""
         raise NotImplementedError(f"{type(self).__name__} does not define stop(action_name). Define it.")
 
     def summary(self) -> str:
-        """Return the report as text; an empty text is not shown."""
+        """Return the report as a string; an empty string is not shown."""
         return ""
 
     def split(self) -> dict[str, float]:
-        """Return the run's seconds so far by part, without overlaps, for the page of a ``RunReport``.
+        """Return the run's seconds so far, split into parts that do not overlap, for the page of a ``RunReport``.
 
-        Empty if there is no such split.
+        Empty if the profiler has no such split.
         """
         return {}
 
     def _unknown(self, action_name: str) -> ValueError:
         return ValueError(
-            f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
+            f"Profiler.stop({action_name!r}): no action with that name is running. Call start({action_name!r}) first."
         )
 
     # ---- around code -----------------------------------------------------------------------------
@@ -120,10 +120,10 @@ class Profiler:
         """Called when everything is bound, before the first batch is fetched."""
 
     def finish(self, trainer: Trainer) -> None:
-        """Called when the run has ended normally on all ranks, which can still communicate."""
+        """Called when the run has ended normally on all ranks. The ranks can still communicate."""
 
     def interrupted(self) -> None:
-        """Called when an error or a signal ends the run in this process. Other processes may not respond any more."""
+        """Called when an error or a signal ends the run in this process. Other processes may no longer respond."""
 
     def ended(self) -> None:
         """Called after a fit and its teardown, in each process that called ``fit``."""
@@ -141,13 +141,13 @@ class Profiler:
             messages.info(text)
 
     def teardown(self, stage: str | None) -> None:
-        """Release resources at the end of a run, also after an error."""
+        """Release resources at the end of a run, even after an error."""
         self._stage = None
 
     def path(self, extension: str, *more: str) -> Path:
-        """Return the file for this stage and process, in a folder that is created if needed.
+        """Return the file path for this stage and process; creates the folder if needed.
 
-        It is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a run with a single process.
+        The name is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a single-process run.
         """
         folder = Path(os.getcwd() if self.dirpath is None else self.dirpath)
         folder.mkdir(parents=True, exist_ok=True)

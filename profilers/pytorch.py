@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
 #: Steps of the default schedule: skipped, warmup, recorded.
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-#: Arguments of the table that are arguments of PyTorchProfiler itself.
+#: Arguments for the table that PyTorchProfiler takes itself.
 _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
 class RegisterRecordFunction:
-    """Context in which the forward pass of each submodule is marked with its name in profiles.
+    """Context that marks each submodule's forward pass with its name in profiles.
 
     The marks read ``[pl][module]torch.nn.modules.linear.Linear: encoder.0``.
 
@@ -68,9 +68,9 @@ class RegisterRecordFunction:
 
 
 class ScheduleWrapper:
-    """A schedule that counts training steps and each kind of evaluation steps separately.
+    """A schedule that counts training steps and each kind of evaluation step separately.
 
-    A kind of step whose recording has begun keeps the schedule until its trace is complete, whatever steps follow.
+    Once recording starts for one kind of step, every step counts toward that schedule until the trace is complete.
 
     Args:
         schedule: a schedule of torch's profiler.
@@ -106,28 +106,29 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath: see :class:`Profiler`; traces go there too.
         filename: see :class:`Profiler`.
-        group_by_input_shapes: one table line per shape of an operator's inputs (with ``record_shapes=True``).
+        group_by_input_shapes: one table row per input shape of an operator (with ``record_shapes=True``).
         emit_nvtx: mark operators and actions as NVTX ranges for Nsight Systems instead of recording anything. Start the
             program with ``nsys profile --capture-range=none -o out python train.py``.
         export_to_chrome: write a trace for chrome://tracing or https://ui.perfetto.dev.
-        row_limit: lines of the table; -1 means all.
+        row_limit: rows in the table; -1 means all.
         sort_by_key: the column to sort by, such as ``"cpu_time_total"`` (the default without a GPU),
             ``"device_time_total"`` or ``"self_cpu_memory_usage"``.
-        record_module_names: mark each submodule's forward pass with its name. Not with ``compile``, whose graphs have
-            no modules.
-        table_kwargs: further arguments of the table, such as ``{"max_name_column_width": 80}``.
-        **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (by default one
-            step of training and of each kind of evaluation is skipped, one is a warmup and three are recorded, and a
-            shorter run is recorded completely; None records all), ``on_trace_ready``, ``record_shapes``,
+        record_module_names: mark each submodule's forward pass with its name. Has no effect with ``compile``, because
+            compiled graphs have no modules.
+        table_kwargs: more arguments for the table, such as ``{"max_name_column_width": 80}``.
+        **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (None records all
+            steps; by default, for training and each kind of evaluation, one step is skipped, one is a warmup and three
+            are recorded, and a shorter run is recorded completely), ``on_trace_ready``, ``record_shapes``,
             ``profile_memory``, ``with_stack``, ``with_flops``, ...
 
     Attributes:
-        function_events: events of the newest trace, a ``torch.autograd.profiler_util.EventList``; None before.
-        traces: files of the run's traces.
+        function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the
+            first.
+        traces: the run's trace files.
 
     Raises:
-        TypeError: for an argument that torch's profiler does not have.
-        KeyError: for an argument that the table does not have, or that PyTorchProfiler has itself.
+        TypeError: torch's profiler does not have this argument.
+        KeyError: the table does not have this argument, or it is an argument of PyTorchProfiler itself.
         RuntimeError: ``emit_nvtx`` without CUDA.
     """
 
@@ -204,14 +205,14 @@ class PyTorchProfiler(Profiler):
         self._may_be_short = self._schedule is not None and "schedule" not in self.profiler_kwargs
 
     def _begin(self, whole: bool) -> None:
-        """Begin to record: everything if ``whole`` and no schedule was given."""
+        """Start recording; records everything if ``whole`` is True and no schedule was given."""
         if self.emit_nvtx:
             self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
             self._nvtx.__enter__()
             return
         from torch.profiler import profile, schedule
 
-        # Training and validation are cycles of their own on purpose.
+        # Training and validation are separate cycles on purpose.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         options = dict(self.profiler_kwargs)
         wanted = options.pop("schedule", None if whole else schedule(**_DEFAULT, repeat=1))
@@ -253,7 +254,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Forget the default schedule in a run that is shorter; the number of batches is known only now."""
+        """Drop the default schedule if the run is shorter; the number of batches is known only now."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)
@@ -304,7 +305,7 @@ class PyTorchProfiler(Profiler):
 
 
 def _batches(trainer: Trainer, stage: str | None) -> float:
-    """Return the number of batches that a run looks at: a fit in training, and at most."""
+    """Return the number of batches in a run; for a fit, the maximum number of training batches."""
     if stage != "fit":
         return sum(getattr(trainer, "num_val_batches" if stage == "validate" else f"num_{stage}_batches"))
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf

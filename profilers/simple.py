@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .base import Profiler
 
-#: Largest number of actions that a split names; the others are combined.
+#: Maximum number of actions that a split lists; the others are combined.
 MOST_PARTS = 9
 
 
@@ -49,7 +49,7 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         if any(one.name == action_name for one in self._running):
             raise ValueError(
-                f"Profiler.start({action_name!r}): an action of that name is already running. Call "
+                f"Profiler.start({action_name!r}): an action with that name is already running. Call "
                 f"stop({action_name!r}) first, or give the inner action another name."
             )
         self._running.append(_Running(action_name))
@@ -69,7 +69,7 @@ class SimpleProfiler(Profiler):
             running[at - 1].inside += seconds
 
     def split(self) -> dict[str, float]:
-        """Return each action's seconds without nested actions, and the seconds outside all actions."""
+        """Return each action's seconds, excluding nested actions, and the seconds outside all actions."""
         largest = sorted(self._own.items(), key=lambda item: -item[1])
         found = dict(largest[:MOST_PARTS])
         if len(largest) > MOST_PARTS:

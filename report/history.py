@@ -100,7 +100,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the record's folder; with the record's name if there may be several."""
+        """The log's name and version, or else the record's folder; plus the record's name if there may be several."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
@@ -241,7 +241,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     if given.is_file():
         return given.with_suffix(SUFFIX) if given.suffix == ".html" else given
     if not given.is_dir():
-        raise FileNotFoundError(f"There is no file or folder {str(given)!r}. Give the folder of a run, or its record.")
+        raise FileNotFoundError(f"There is no file or folder {str(given)!r}. Pass the folder of a run, or its record.")
     for places in (given.glob(f"{NAME}*{SUFFIX}"), given.rglob(f"{NAME}*{SUFFIX}")):
         newest = max(places, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -257,7 +257,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no record, or one of a later version.
+        ValueError: it is not a record, or a later version wrote it.
     """
     history, offset = History(Path(path)), 0
     places: list[tuple[int, Start, dict[str, Any]]] = []
@@ -272,7 +272,7 @@ def read(path: str | os.PathLike[str]) -> History:
                 _take(history, line, offset, places)
             offset += len(text)
     if not history.run:
-        raise ValueError(f"{os.fspath(path)!r} is not a record of a run. Give the folder of a run that used RunReport.")
+        raise ValueError(f"{os.fspath(path)!r} is not a record of a run. Pass the folder of a run that used RunReport.")
     return history
 
 

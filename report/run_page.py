@@ -98,7 +98,7 @@ def charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
     """Return a chart for each group, up to ``MOST_CHARTS``."""
     drawn = [line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
     left = len(groups) - len(drawn)
-    return [*drawn, pages.paragraph(f"{left} more are in the table of values.")] if left else charts
+    return [*drawn, pages.paragraph(f"{left} more are in the table of values.")] if left else drawn
 
 
 def line(series: Mapping[str, Points], what: str) -> Html:

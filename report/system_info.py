@@ -61,7 +61,7 @@ def process() -> dict[str, Any]:
 
 
 def begun(pid: int) -> int | None:
-    """Return a process's start time, in ticks since boot; None if it has ended or the system does not tell."""
+    """Return a process's start time, in ticks since boot; None if it has ended or the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

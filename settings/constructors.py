@@ -16,7 +16,7 @@ Constructor = Callable[Concatenate[Any, P], None]
 def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
     """Decorator for ``__init__``: an unknown argument raises an error that suggests the right one.
 
-    ``moved`` has replacements for arguments that other libraries have.
+    ``moved`` maps arguments of other libraries to their replacements.
     """
 
     def decorate(init: Constructor[P]) -> Constructor[P]:
@@ -27,9 +27,7 @@ def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor
             for name in kwargs:
                 if name not in known:
                     used = f" Use {moved[name]}." if moved and name in moved else messages.did_you_mean(name, known)
-                    raise TypeError(
-                        f"{owner} got an argument {name!r}, which it does not have.{used} See help({owner})."
-                    )
+                    raise TypeError(f"{owner} has no argument {name!r}.{used} See help({owner}).")
             init(self, *args, **kwargs)
 
         return checked

@@ -71,7 +71,7 @@ def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The file to use: that of PACELINE_CONFIG_FILE, of this folder, of this user, or else Accelerate's.
+    """The file to use: from PACELINE_CONFIG_FILE, this folder, or this user, or else Accelerate's.
 
     Raises:
         FileNotFoundError: the file in PACELINE_CONFIG_FILE does not exist.
@@ -132,13 +132,13 @@ def _load(path: Path) -> Any:
     except ValueError as error:
         problem = " ".join(str(error).split())
         raise ValueError(
-            f"{path} is not valid {suffix[1:].upper()}, the format of its suffix: {problem}. Correct the file."
+            f"{path} is not valid {suffix[1:].upper()}, although its suffix is {suffix}: {problem}. Correct the file."
         ) from None
 
 
 def _suffix(path: Path) -> str:
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"The suffix of {path} is not that of a known format. Use {messages.names(SUFFIXES)}.")
+        raise ValueError(f"{path} has an unknown suffix. Use {messages.names(SUFFIXES)}.")
     return path.suffix
 
 
@@ -182,8 +182,8 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key == "compute_environment" or word not in _TYPES:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
-            f"{file.path} has {key}: {value}, which Paceline does not support: it runs on CPUs, CUDA GPUs and Apple's "
-            f"MPS of your own machines. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
+            f"{file.path} has {key}: {value}, which Paceline does not support. It runs on your own machines, on CPUs, "
+            f"CUDA GPUs and Apple's MPS. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]
 

@@ -124,7 +124,7 @@ _RUN = [
     ),
     _number(
         "gradient_clipping",
-        "the norm to which DeepSpeed clips gradients",
+        "the norm that DeepSpeed clips gradients to",
         variables=("ACCELERATE_GRADIENT_CLIPPING",),
         keys=("deepspeed_config.gradient_clipping",),
         group="deepspeed",
@@ -144,7 +144,7 @@ _RUN = [
         "per_update",
         "per_sample",
     ),
-    _text("log_with", "trackers, comma separated: tensorboard, wandb, ... or all", group="logging", objects=True),
+    _text("log_with", "comma-separated trackers: tensorboard, wandb, ... or all", group="logging", objects=True),
     _text("project_dir", "the folder for logs and checkpoints", group="logging"),
 ]
 
@@ -158,15 +158,15 @@ _LAUNCH = _of(
     _count("machine_rank", "index of this machine, from 0", 0),
     _text("main_process_ip", "the address of machine 0"),
     _count("main_process_port", "the port of machine 0; 0 or no value for a free one", most=65535),
-    _text("gpu_ids", "the ids of the GPUs to use, comma separated, or all"),
+    _text("gpu_ids", "comma-separated ids of the GPUs to use, or all"),
     _count("num_cpu_threads_per_process", "threads of each process (OMP_NUM_THREADS)", least=1),
     _switch(
         "enable_cpu_affinity", "keep each process on the cores near its GPU", variables=("ACCELERATE_CPU_AFFINITY",)
     ),
     _text("rdzv_backend", "how machines find each other: static or c10d", "static"),
-    _text("rdzv_conf", "more rendezvous settings, key=value, comma separated"),
+    _text("rdzv_conf", "more rendezvous settings as comma-separated key=value"),
     _count("max_restarts", "how often failed processes are restarted", 0),
-    _number("monitor_interval", "seconds between two checks of the processes", 0.1),
+    _number("monitor_interval", "seconds between checks of the processes", 0.1),
 )
 
 _DYNAMO = _of(
@@ -175,7 +175,7 @@ _DYNAMO = _of(
     "ACCELERATE_DYNAMO_",
     _choice(
         "dynamo_backend",
-        "the back end of torch.compile; no to not compile",
+        "the backend of torch.compile; no disables it",
         "no",
         *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
         *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
@@ -187,7 +187,7 @@ _DYNAMO = _of(
         *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     ),
     _switch("dynamo_use_fullgraph", "require that the model compiles into a single graph"),
-    _switch("dynamo_use_dynamic", "compile for sizes that change; by default torch decides", None),
+    _switch("dynamo_use_dynamic", "compile for changing sizes; by default torch decides", None),
     _switch("dynamo_use_regional_compilation", "compile repeated blocks once, rather than the whole model"),
 )
 
@@ -197,7 +197,7 @@ _FSDP = [
         "fsdp",
         "fsdp_config",
         "FSDP_",
-        _count("fsdp_version", "accepted: Paceline always uses version 2", 2, 1, 2),
+        _count("fsdp_version", "accepted; Paceline always uses version 2", 2, 1, 2),
         _choice(
             "fsdp_sharding_strategy",
             "what is sharded",
@@ -206,7 +206,7 @@ _FSDP = [
             numbered=True,
         ),
         _truth("fsdp_offload_params", "keep weights in CPU memory between uses"),
-        _count("fsdp_min_num_params", "the size of a block in parameters, with SIZE_BASED_WRAP", 100_000_000),
+        _count("fsdp_min_num_params", "the minimum number of parameters in a block, with SIZE_BASED_WRAP", 100_000_000),
         _choice(
             "fsdp_auto_wrap_policy",
             "which blocks are sharded as a unit; by default Paceline finds them",
@@ -215,7 +215,7 @@ _FSDP = [
         ),
         _text(
             "fsdp_transformer_layer_cls_to_wrap",
-            "class names of those blocks, comma separated",
+            "comma-separated class names of those blocks",
             variables=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
         ),
         _choice(
@@ -231,7 +231,7 @@ _FSDP = [
             *("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         ),
         _truth("fsdp_forward_prefetch", "fetch the next block's weights early in the forward pass"),
-        _truth("fsdp_use_orig_params", "accepted: version 2 always does", True),
+        _truth("fsdp_use_orig_params", "accepted; version 2 always does", True),
         _truth("fsdp_cpu_ram_efficient_loading", "read weights on one process only", True),
         _truth("fsdp_sync_module_states", "start from the weights of process 0", True),
         _truth("fsdp_activation_checkpointing", "recompute activations instead of keeping them"),
@@ -275,7 +275,7 @@ _DEEPSPEED = [
         _text("deepspeed_multinode_launcher", "the program that starts processes on other machines"),
         _text(
             "deepspeed_moe_layer_cls_names",
-            "class names of mixture-of-experts layers, comma separated",
+            "comma-separated class names of mixture-of-experts layers",
             variables=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
         ),
     ),
@@ -303,14 +303,14 @@ _PARALLELISM = [
                 ("sp", "sequence parallel"),
             )
         ),
-        _choice("parallelism_config_cp_backend", "the back end of context parallelism", "torch", "torch"),
+        _choice("parallelism_config_cp_backend", "the backend of context parallelism", "torch", "torch"),
         _choice(
             "parallelism_config_cp_comm_strategy",
             "how context parallelism exchanges keys and values",
             "allgather",
             *("allgather", "alltoall"),
         ),
-        _choice("parallelism_config_sp_backend", "the back end of sequence parallelism", "deepspeed", "deepspeed"),
+        _choice("parallelism_config_sp_backend", "the backend of sequence parallelism", "deepspeed", "deepspeed"),
         _count("parallelism_config_sp_seq_length", "the length of sequences", None, 1),
         _truth("parallelism_config_sp_seq_length_is_variable", "whether sequences differ in length", True),
         _text("parallelism_config_sp_attn_implementation", "the attention implementation of sequence parallelism"),
@@ -324,10 +324,10 @@ _DATA = _of(
     _truth("split_batches", "split each batch of a loader into one part per process"),
     _truth("dispatch_batches", "process 0 reads the data and sends it to the others", None),
     _truth("even_batches", "give every process the same number of batches", True),
-    _truth("use_seedable_sampler", "accepted: the order always depends only on seed and epoch", True),
+    _truth("use_seedable_sampler", "accepted; the order always depends only on seed and epoch", True),
     _count("data_seed", "the seed for the order of the data; by default the run's seed"),
     _truth("non_blocking", "copy batches to the device without waiting"),
-    _truth("use_stateful_dataloader", "read iterable data sets with torchdata's StatefulDataLoader"),
+    _truth("use_stateful_dataloader", "read iterable datasets with torchdata's StatefulDataLoader"),
 )
 
 #: Every setting by its name, in the order in which they are printed.

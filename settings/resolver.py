@@ -19,7 +19,7 @@ Place = Literal["code", "flag", "env", "file", "default"]
 FLAGS = "PACELINE_LAUNCH_FLAGS"
 #: Variables for users that are not settings.
 _OTHER_VARIABLES = ("PACELINE_GLOBAL_SEED", "PACELINE_LOG_LEVEL")
-#: How similar an unknown variable is to the one that was probably meant; variables of other programs are not.
+#: How similar an unknown variable must be to a known one to count as a misspelling of it.
 _CLOSE = 0.75
 
 
@@ -121,9 +121,9 @@ def resolve(
     Args:
         code: values from the program, by setting name; a :class:`Given` also says where it was given.
         flags: values from a launcher's command line.
-        config_file: the file to read; None for that of the environment, the folder or the user, if there is one.
-        environment: environment variables; None for those of this process.
-        door: the class whose arguments ``code`` are, for messages.
+        config_file: the file to read; None searches the environment, the current folder and the user's folder.
+        environment: environment variables; None for this process's variables.
+        door: the class that ``code`` was passed to, for messages.
         late_variables: values from other variables, with lower priority than the settings' own variables.
 
     Raises:
@@ -210,7 +210,7 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
-    """The value that somebody gave a setting; None if it has its default."""
+    """The value that a setting was given; None if it has its default."""
     if settings is None:
         return None
     is_set = getattr(settings, "is_set", None)

@@ -25,12 +25,12 @@ def truth(value: Any) -> bool:
         return True
     if word in NO:
         return False
-    raise ValueError(f"is neither yes nor no.{messages.did_you_mean(word, (*YES, *NO))} Write true or false.")
+    raise ValueError(f"is neither yes nor no.{messages.did_you_mean(word, (*YES, *NO))} Use true or false.")
 
 
 def count(least: int = 0, most: int | None = None) -> Parse:
     """Parse a whole number within bounds."""
-    bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+    bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
 
     def parse(value: Any) -> int:
         try:
@@ -38,9 +38,9 @@ def count(least: int = 0, most: int | None = None) -> Parse:
         except ValueError:
             number = None
         if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(f"is not a whole number. Write one of {bounds}.")
+            raise ValueError(f"is not a whole number. Use a whole number {bounds}.")
         if number < least or (most is not None and number > most):
-            raise ValueError(f"is out of range. Write a whole number of {bounds}.")
+            raise ValueError(f"is out of range. Use a whole number {bounds}.")
         return number
 
     return parse
@@ -53,15 +53,15 @@ def positive(value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not number > 0 or math.isinf(number):
-        raise ValueError("is not a number above 0. Write a number above 0.")
+        raise ValueError("is not a positive number. Use a number above 0.")
     return number
 
 
 def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool = False) -> Parse:
     """Parse one of several words, ignoring case.
 
-    ``refused`` has words that are known but not supported, and what to do instead. With ``numbered``, a word may also
-    be given by its number, from 1.
+    ``refused`` maps known but unsupported words to what to do instead. With ``numbered``, a word may also be given by
+    its number, from 1.
     """
     by_word = {word.lower(): word for word in choices}
     if numbered:
@@ -82,14 +82,14 @@ def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool 
 
 
 def text(value: Any) -> str:
-    """Parse text; several texts, which a file may give as a list, are joined with commas."""
+    """Parse a string. Several strings, which a file may give as a list, are joined with commas."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Iterable) and not isinstance(value, (bytes, dict)):
         return ",".join(text(one) for one in value)
-    raise ValueError(f"is {messages.a(value)}. Write text.")
+    raise ValueError(f"is {messages.a(value)}. Use a string.")
 
 
 def word_or_truth(*words: str) -> Parse:

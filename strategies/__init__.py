@@ -1,4 +1,4 @@
-"""Where tensors live and who talks to whom. A name is imported when it is asked for: some files need no torch."""
+"""Strategies: where tensors live and how processes communicate. Names load on first use: some files need no torch."""
 
 from __future__ import annotations
 

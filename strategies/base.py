@@ -1,4 +1,4 @@
-"""The one interface between the loop and the machine. ``Trainer`` and ``Accelerator`` drive the same object."""
+"""The interface between the training loop and the hardware. ``Trainer`` and ``Accelerator`` both use it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class Strategy(Placement, Communication, State):
-    """One process, one device. Subclasses spread the work over more.
+    """One process on one device. Subclasses spread the work over more.
 
-    The base classes say where tensors live, who talks to whom, and what a checkpoint gets. What needs several of them
-    stands here: the start and the end of a run, and the training step. The order of a run: ``setup_environment`` ->
-    ``setup_module`` -> ``setup_optimizers`` -> steps -> ``teardown``.
+    The base classes handle placement, communication and checkpoint state. This class adds the parts that need several
+    of these: the start and end of a run, and the training step. A run calls ``setup_environment``, ``setup_module``,
+    ``setup_optimizers``, then the steps, and finally ``teardown``.
 
-    Precision is composed in, never subclassed: ``strategy.precision`` decides dtypes and loss scaling.
+    Precision is a separate object, not a subclass: ``strategy.precision`` decides dtypes and loss scaling.
     """
 
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
-    #: Whether forward passes communicate, so that all ranks must run the same number of them, also in evaluation.
+    #: Whether forward passes communicate, so that all ranks must run the same number of them, including in evaluation.
     communicates_forward: bool = False
     #: Whether gradients are communicated, so that an accumulating loop should call ``sync_gradients``.
     communicates_gradients: ClassVar[bool] = False
@@ -52,14 +52,14 @@ class Strategy(Placement, Communication, State):
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make the device current and join the process group. Called once a run, in every process."""
+        """Make the device current and join the process group. Called once per run, in every process."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def for_another_module(self) -> Self:
-        """A strategy with the same processes, device and precision, for one more module.
+        """A strategy with the same processes, device and precision, for another module.
 
-        Every rank must call this on a strategy that is set up and holds no module itself.
+        Every rank must call this, on a strategy that is set up and has no module of its own.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -69,7 +69,7 @@ class Strategy(Placement, Communication, State):
         """Whether :meth:`setup_module` should place a module; False if a device map has already placed it.
 
         Raises:
-            RuntimeError: a device map has placed it, and this strategy cannot use it that way.
+            RuntimeError: a device map has placed it, and this strategy cannot use such a module.
         """
         spread = spread_in(module)
         if spread is None:
@@ -77,23 +77,23 @@ class Strategy(Placement, Communication, State):
         name, single = type(spread).__name__, self.world_size == 1 and not self.communicates_forward
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
-                f"{name} was spread by a device map (dispatch_model or load_checkpoint_and_dispatch), which works in "
-                f"a single process without other placement, not with {type(self).__name__} on {self.world_size} "
-                f"processes and {self.device}. To train it in shards, build it under init_empty_weights and fill it "
-                "with load_checkpoint_in_model under strategy='fsdp'."
+                f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). That works "
+                f"in a single process without other placement, not with {type(self).__name__} on {self.world_size} "
+                f"processes and {self.device}. To train it sharded, build it under init_empty_weights and load it with "
+                "load_checkpoint_in_model under strategy='fsdp'."
             )
-        self.precision.convert_module(module)  # which such a model refuses
+        self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
         messages.info_once(
-            f"{name} stays where its device map has put it. Weights that training changes stay in memory, beyond "
-            "max_memory; to train what does not fit, use strategy='fsdp'."
+            f"{name} stays on the devices of its device map. Weights that training changes stay in memory, even beyond "
+            "max_memory; to train a model that does not fit, use strategy='fsdp'."
         )
         return False
 
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
-        """Read weights that were noted (see :mod:`.big_model.deferred_weights`), unless a checkpoint has brought them.
+        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those that a checkpoint has loaded.
 
-        Every process must call this, once the module is set up and a checkpoint's weights are loaded. If ``required``,
-        a tensor without values is a RuntimeError.
+        Every process must call this, after the module is set up and any checkpoint is loaded. If ``required``, a tensor
+        that still has no values raises a RuntimeError.
         """
         if self.waiting.notes:
             all_or_none(partial(self.waiting.read, module), self.gather_objects)
@@ -101,14 +101,14 @@ class Strategy(Placement, Communication, State):
             self.waiting.check(module, self.gather_objects)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """A better error for one that results from how this strategy works; None for others."""
+        """A clearer error for one that is caused by how this strategy works; None for any other error."""
         return None
 
     def teardown(self) -> None:
-        """Release what the strategy holds. Called once a run, also after an error."""
+        """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Bind the methods in ``timed`` through a profiler's ``around`` for one run; None: as they are defined."""
+        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run; None restores the plain methods."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -118,31 +118,31 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Say whether the next backward pass communicates: only that of a window's last micro-batch does."""
+        """Set whether the next backward pass communicates; only a window's last micro-batch needs to."""
 
     def sync_next_backward(self) -> None:
-        """Let the next backward pass communicate gradients, although its forward pass ran with communication off."""
+        """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
         self.sync_gradients(True)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
-        """Communicate accumulated gradients that no later backward pass will communicate."""
+        """Reduce accumulated gradients that no later backward pass will reduce."""
 
     def left_gradients(self) -> bool:
-        """Whether the last backward pass failed to communicate its gradients. Called once after each."""
+        """Whether the last backward pass failed to communicate its gradients. Called once after each pass."""
         return False
 
     def find_latecomers(self, module: nn.Module) -> None:
-        """Look for parameters that were added or unfrozen since the module was wrapped. Called when a pass begins."""
+        """Look for parameters that were added or unfrozen after wrapping. Called when a pass over a loader begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
-        """Context in which gradients stay in their process, whatever :meth:`sync_gradients` says."""
+        """Context in which gradients stay local to their process, regardless of :meth:`sync_gradients`."""
         self._needs_whole_model("keep_gradients_local")
         return nullcontext()
 
     def joinable(self) -> Joinable | None:
-        """What :class:`torch.distributed.algorithms.Join` needs if some ranks have fewer batches than others.
+        """The object for :class:`torch.distributed.algorithms.Join`, in case some ranks have fewer batches than others.
 
-        None: backward passes communicate nothing.
+        None if backward passes do not communicate.
         """
         self._needs_whole_model("joinable")
         return None
@@ -150,26 +150,26 @@ class Strategy(Placement, Communication, State):
     def _needs_whole_model(self, what: str) -> None:
         if self.communicates_gradients:
             raise NotImplementedError(
-                f"{type(self).__name__} has no {what}: its processes hold parts of one model and meet in every step, "
-                "so none can continue alone. Use strategy 'ddp', where each holds the whole model."
+                f"{type(self).__name__} has no {what}: each process holds a part of one model and needs the other "
+                "processes in every step. Use strategy 'ddp', where each process holds the whole model."
             )
 
     def measure_communication(self) -> None:
-        """Measure in this run how long the communication of gradients takes."""
+        """Measure how long gradient communication takes in this run."""
 
     def communication_seconds(self) -> dict[str, float] | None:
         """Seconds spent communicating gradients so far.
 
         Returns:
-            ``all``, the part that did not overlap with backward (``exposed``), and the number of ``steps``; None if not
-            measured.
+            A dict with ``all``, ``exposed`` (the part that did not overlap with backward) and the number of ``steps``;
+            None if not measured.
         """
         return None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Run backward on a loss, shape (), scaled for fp16 if needed; ``how``, if given, runs it."""
+        """Run backward on a loss, shape (), scaled for fp16 if needed. ``how`` replaces ``loss.backward()``."""
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()
@@ -188,14 +188,14 @@ class Strategy(Placement, Communication, State):
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        """Give a complete window's gradients their final size: without fp16's loss scale, and times ``factor``."""
+        """Finish a complete window's gradients: remove fp16's loss scale and multiply by ``factor``."""
         if self.precision.scaler is not None:
             self.unscale_gradients(optimizer)
         if isinstance(factor, Tensor) or factor != 1.0:
             self.scale_gradients(optimizer, factor)
 
     def clip(self, parameters: Iterable[Tensor], value: float, algorithm: str | None) -> None:
-        """Clip gradients of final size to ``value``; ``algorithm``: ``"value"``, or ``"norm"`` (None means this)."""
+        """Clip finished gradients to ``value``; ``algorithm`` is ``"value"`` or ``"norm"`` (None means ``"norm"``)."""
         if algorithm == "value":
             self.clip_by_value(parameters, float(value))
         else:
@@ -210,14 +210,14 @@ class Strategy(Placement, Communication, State):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """One step; False if fp16 found an overflow and left the weights unchanged."""
+        """Run one step. Returns False if fp16 found an overflow and left the weights unchanged."""
         return self.precision.optimizer_step(optimizer, closure)
 
     def requires_grad_changed(self) -> None:
-        """Called when parameters were frozen or unfrozen while a step runs."""
+        """Called when parameters are frozen or unfrozen during a step."""
 
 
 class SingleDevice(Strategy):
-    """Trains on one CPU, GPU or Apple device. Its names: ``"single_device"`` and, for the CPU, ``"cpu"``."""
+    """Trains on one CPU, GPU or Apple device: ``"single_device"``, or ``"cpu"`` for the CPU."""
 
     names: ClassVar[tuple[str, ...]] = ("single_device", "cpu")

@@ -51,7 +51,7 @@ StrategyName = Literal[
     DeepSpeedName,
 ]
 
-#: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is used.
+#: Multi-process strategies: name -> (file, class, arguments). A file is imported when its name is used.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": ("ddp", "DDPStrategy", {}),
     "ddp_spawn": ("ddp", "DDPStrategy", {"start_method": "spawn"}),
@@ -82,18 +82,18 @@ SEVERAL |= {
 
 @dataclass
 class Added:
-    """A strategy that the program itself has registered; see :mod:`.registry`."""
+    """A strategy that the program itself registered; see :mod:`.registry`."""
 
     strategy: Callable[..., Any]
     arguments: dict[str, Any]
     description: str = ""
 
     def load(self) -> Callable[..., Any]:
-        """What makes it."""
+        """The function that makes the strategy."""
         return partial(self.strategy, **self.arguments) if self.arguments else self.strategy
 
 
-#: By name.
+#: The registered strategies, by name.
 added: dict[str, Added] = {}
 
 
@@ -125,19 +125,19 @@ def choose_strategy(
     Args:
         strategy: a name, or a Strategy with its own device and precision.
         accelerator: the kind of device.
-        devices: how many devices of this machine, or which.
+        devices: how many devices to use on this machine, or which ones.
         num_nodes: number of machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
-        options: arguments for a strategy that is chosen by name; for "auto" they decide which one.
-        environment: how the launcher tells a process its rank; None: found out.
+        options: arguments for a strategy that is chosen by name; with "auto" they decide which strategy.
+        environment: how a process learns its rank from the launcher; None: detected automatically.
 
     Raises:
         ValueError: an unknown name or a contradiction.
         RuntimeError: a launcher started several processes, but the strategy is for one.
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
+        raise ValueError(f"Trainer: num_nodes={num_nodes!r} is not a valid number of machines. Pass 1 or more.")
     options = options or Options()
     cluster = find_cluster() if environment is None else _told(environment, accelerator, devices, num_nodes)
     if isinstance(strategy, Strategy):
@@ -156,7 +156,7 @@ def choose_strategy(
     if not isinstance(strategy, str):
         hint = f" Did you mean {strategy.__name__}()?" if isinstance(strategy, type) else ""
         raise TypeError(
-            f"Trainer(strategy={strategy!r}) is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
+            f"Trainer: strategy={strategy!r} is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
     if strategy.lower() in ("auto", *SingleDevice.names, *SEVERAL):
@@ -164,7 +164,7 @@ def choose_strategy(
     kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
     if strategy == "cpu" and kind != "cpu":
         raise ValueError(
-            f"Trainer(strategy='cpu', accelerator={accelerator!r}) contradict each other. Leave one of them out."
+            f"Trainer: strategy='cpu' and accelerator={accelerator!r} contradict each other. Leave one out."
         )
     backend = (options.process_group or {}).get("process_group_backend")
     check_backend(backend, kind, f"{options.written.get('process_group')}(backend='nccl')")
@@ -177,7 +177,7 @@ def choose_strategy(
 
 
 def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_nodes: int) -> Cluster | None:
-    """What an environment of the user's says of this process."""
+    """The cluster of this process according to the user's environment."""
     number = environment.world_size() // num_nodes if devices == "auto" else devices
     return environment.cluster(len(find_devices(number, find_kind(accelerator))), num_nodes)
 
@@ -198,7 +198,7 @@ def named(name: str, precision: Precision | None = None, **options: Any) -> Dist
 
 
 def _name_for(name: str, options: Options) -> str:
-    """The name of the strategy that fits both a name and options."""
+    """The name of the strategy that fits both the given name and the options."""
     wanted = options.wanted
     if name == "auto":
         return wanted or "auto"
@@ -222,8 +222,8 @@ def _by_name(
     if made is SingleDevice and several:
         if name != "auto":
             raise ValueError(
-                f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: this "
-                "strategy has one device. Leave one of them out."
+                f"Trainer: strategy={name!r}, devices={devices!r} and num_nodes={num_nodes} contradict each other: "
+                "this strategy uses one device. Leave one of them out."
             )
         made = _make("ddp", precision, options)
     if isinstance(made, DistributedStrategy):
@@ -231,14 +231,14 @@ def _by_name(
         return made
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
-            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
+            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} runs in one process. "
             "Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
         )
     return _checked(made(found[0], precision), made)
 
 
 def _make(strategy: str, precision: Precision, options: Options) -> Any:
-    """A DistributedStrategy that is not placed yet, or a function of a device and a precision that makes a strategy."""
+    """An unplaced DistributedStrategy, or a function that makes a strategy from a device and a precision."""
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
@@ -253,7 +253,7 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
     if strategy == "dp":
         raise ValueError(
             "Trainer(strategy='dp'): DataParallel copies the model every step and is slower than one process per "
-            "device. Write strategy='ddp'."
+            "device. Use strategy='ddp'."
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
@@ -277,11 +277,11 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
         if len(found) != started and devices != -1:
             raise ValueError(
                 f"Trainer(devices={devices!r}) asks for {len(found)} processes on this machine, but {cluster.name} "
-                f"started {started}. Leave devices out, or start as many."
+                f"started {started}. Leave devices out, or start that many."
             )
         return found
     present = torch.cuda.device_count()
-    return find_devices(1 if present == 1 else started, kind)  # 1: the launcher shows each process a GPU of its own
+    return find_devices(1 if present == 1 else started, kind)  # 1: the launcher shows each process only its own GPU
 
 
 def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrategy, name: str = "") -> int:
@@ -294,7 +294,7 @@ def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrateg
     if num_nodes != cluster.num_nodes:
         raise ValueError(
             f"Trainer(num_nodes={num_nodes}) contradicts {cluster.name}, which started processes on "
-            f"{cluster.num_nodes} machines. Leave num_nodes out, or start as many."
+            f"{cluster.num_nodes} machines. Leave num_nodes out, or start that many."
         )
     return num_nodes
 
@@ -309,8 +309,8 @@ def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -
         else f"{kind} without start_method"
     )
     raise ValueError(
-        f"Trainer(num_nodes={num_nodes}) asks for {num_nodes} machines, but {said} starts all processes from this one, "
-        f"on this machine only. Run the same script on each machine with {instead}, or start it there with torchrun or "
+        f"Trainer(num_nodes={num_nodes}) asks for {num_nodes} machines, but {said} starts all processes on this "
+        f"machine. Run the same script on each machine with {instead}, or start it on each with torchrun or "
         "`paceline launch`."
     )
 
@@ -320,7 +320,7 @@ def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
     if cluster is not None and cluster.world_size > 1:
         raise RuntimeError(
             f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
-            f"Trainer(strategy={strategy}) is for one process. Write strategy='ddp' or 'auto', or start one process "
+            f"Trainer(strategy={strategy}) runs in one process. Use strategy='ddp' or 'auto', or start one process "
             f"(if RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are left over from an "
             "earlier launch, unset them)."
         )
@@ -336,8 +336,8 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
         )
     if num_nodes not in (1, strategy.num_nodes):
         raise ValueError(
-            f"Trainer(num_nodes={num_nodes}) contradicts the {name} it was given, which has {strategy.num_nodes}. "
-            "Leave num_nodes out."
+            f"Trainer(num_nodes={num_nodes}) contradicts the {name} it was given, whose num_nodes is "
+            f"{strategy.num_nodes}. Leave num_nodes out."
         )
     if devices == "auto":
         return
@@ -374,6 +374,6 @@ def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
             f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} returned "
-            f"{messages.a(made)}. It must name a subclass of paceline.strategies.Strategy."
+            f"{messages.a(made)}. It must refer to a subclass of paceline.strategies.Strategy."
         )
     return made

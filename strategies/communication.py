@@ -1,4 +1,4 @@
-"""Who talks to whom: the second third of a :class:`.base.Strategy`."""
+"""The part of a :class:`.base.Strategy` that communicates between processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Processes gave a collective tensors of different shapes or dtypes; ``found`` has those of each, by rank."""
+    """Processes passed tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -29,23 +29,23 @@ class UnlikeTensorsError(ValueError):
 class Communication:
     """The processes of a run: how they start, which one this is, what they exchange, and how they stop together.
 
-    By default there is one process, so collectives return what they get. To run several, derive from
-    ``DistributedStrategy``, which overrides everything here; what is left to override is ``data_rank``,
-    ``num_data_ranks`` and ``data_group``, for a strategy in which several processes see the same data.
+    By default there is one process, so collectives return their input. To run several, derive from
+    ``DistributedStrategy``, which overrides everything here. If several of its processes see the same data, override
+    ``data_rank``, ``num_data_ranks`` and ``data_group`` as well.
     """
 
-    #: Returns a text that says what the run is doing now; the run sets it.
+    #: Returns a description of what the run is doing now; set by the run.
     progress: Callable[[], str] = str
 
     # ---- the processes ---------------------------------------------------------------------------------------------
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
-        """``launcher(function, *args)`` starts the other processes and returns rank 0's result; None: none to start."""
+        """Starts the other processes: ``launcher(function, *args)`` returns rank 0's result. None if there are none."""
         return None
 
     def told_at_start(self) -> str:
-        """How many processes run, and how; empty for a single process, and if the user already knows."""
+        """The startup message about processes; empty for a single process, or if it was printed before."""
         return ""
 
     @property
@@ -55,12 +55,12 @@ class Communication:
 
     @property
     def global_rank(self) -> int:
-        """Index of this process among all, 0-based."""
+        """Rank of this process among all processes, 0-based."""
         return 0
 
     @property
     def local_rank(self) -> int:
-        """Index of this process among those on its machine, 0-based."""
+        """Rank of this process on its machine, 0-based."""
         return 0
 
     @property
@@ -75,22 +75,22 @@ class Communication:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints messages."""
         return self.global_rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Index of the share of the data that this process sees; processes with parts of one model see the same."""
+        """Index of this process's share of the data; processes that split one model see the same share."""
         return self.global_rank
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of shares that the data are split into."""
+        """Number of shares that the data is split into."""
         return self.world_size
 
     @property
     def data_group(self) -> Any:
-        """A process group in which each share of the data is seen once; None: all processes."""
+        """A process group with one process for each share of the data; None means all processes."""
         return None
 
     @property
@@ -99,7 +99,7 @@ class Communication:
         return None
 
     def beside(self) -> Self:
-        """The same processes with a channel of their own, for a thread that communicates during the run.
+        """A copy with its own process group, for a thread that communicates during the run.
 
         Every process must call this.
         """
@@ -108,7 +108,7 @@ class Communication:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
-        """Reduce a tensor over all processes; each gets the result, which has the tensor's shape."""
+        """Reduce a tensor over all processes. Every process gets the result, in the tensor's shape."""
         return tensor
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
@@ -116,49 +116,49 @@ class Communication:
         return data
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
-        """Every process's object, by rank, on every process. Pickled over the host: for small objects."""
+        """Gather every process's object, by rank, on every process. Pickled, over the host: for small objects."""
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Process ``src``'s object on every process."""
+        """Send process ``src``'s object to every process; returns it."""
         return obj
 
     def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Process ``src``'s tensor on every process, from device to device; all pass the same shape and dtype."""
+        """Send process ``src``'s tensor to every process, device to device; all must pass the same shape and dtype."""
         return tensor
 
     def scatter_objects(self, objects: Sequence[T] | None) -> T:
-        """This process's entry of process 0's list, which has one for each process. Pickled over the host."""
+        """This process's entry in process 0's list, which has one entry per process. Sent over the host as a pickle."""
         if objects is None:
-            raise ValueError("scatter_objects needs a list with an entry for each process from process 0.")
+            raise ValueError("scatter_objects: process 0 must pass a list with one entry per process.")
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait for every process; ``name`` appears in the error if one does not come."""
+        """Wait for every process; ``name`` appears in the error if one does not arrive."""
 
     def compute_metric(self, metric: Any) -> Any:
         """The value of a torchmetrics ``Metric`` over all processes; every process must call this."""
         return metric.compute()
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Give all processes the same model before they evaluate it, if theirs may differ."""
+        """Make the model identical on all processes before an evaluation, if it may differ between them."""
 
     # ---- agreement -------------------------------------------------------------------------------------------------
 
     def agree(self, flag: bool, all: bool = False) -> bool:
-        """Whether any of the processes (or ``all``) passes True. Runs over the host, without waiting for the device."""
+        """Whether any process (with ``all``, every one) passes True. Runs over the host and does not wait for a GPU."""
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Whether all processes pass the same text. ``place`` says where a process waits if another does not come."""
+        """Whether all processes pass the same text. ``place`` names the call in the error if a process is missing."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """What each process passed, by rank, if they differ; an empty list if not, which costs 16 bytes."""
+        """Each process's description, by rank, if they differ; otherwise an empty list, which costs only 16 bytes."""
         return []
 
     def begin_run(self, run: Any) -> None:
-        """A run begins, in every process. Others can stop it through ``run``, a :class:`~.stop_agreement.Run`."""
+        """Called in every process when a run begins; others can stop it through ``run``, a ``stop_agreement.Run``."""
 
     def is_told_to_stop(self) -> bool:
         """Whether another process has asked this run to stop."""
@@ -173,4 +173,4 @@ class Communication:
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:
-        """An error ends the run: stop waiting for other processes, which may not have failed."""
+        """Called when an error ends the run: stop waiting for other processes, which may not have failed."""

@@ -1,4 +1,4 @@
-"""``Trainer(compile=...)``: torch.compile in place, so that names in checkpoints stay as they are."""
+"""``Trainer(compile=...)``: torch.compile in place, so that names in checkpoints do not change."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def arguments_of(settings: Any) -> dict[str, Any]:
 
 
 def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
-    """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
+    """Compile the networks that a module's steps call: its submodules, and the module itself for ``self(x)``.
 
-    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph. ``settings`` is True or
-    arguments for ``torch.compile``; with ``regional`` only repeated blocks are compiled, if there are any.
+    The steps stay plain Python, so ``self.log`` and the rest of the trainer stay outside the graph. ``settings`` is
+    True or arguments for ``torch.compile``; with ``regional`` only repeated blocks are compiled, if there are any.
     """
     watch_compiling()
     arguments = arguments_of(settings)
@@ -50,7 +50,7 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
 
 
 def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Compile a model's repeated blocks in place, which share one compilation; returns False if there are none."""
+    """Compile a model's repeated blocks in place; they share one compilation. Returns False if there are none."""
     found: list[str] = []
     for name, holder in module.named_modules():
         blocks = list(holder.children()) if isinstance(holder, (nn.ModuleList, nn.Sequential)) else []
@@ -63,7 +63,7 @@ def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
 
 
 def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
-    """``module.compile(**settings)``, also for torch's own layers, which torch does not compile by themselves."""
+    """Run ``module.compile(**settings)``, even for torch's own layers, which torch does not compile on their own."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**settings)
         return
@@ -73,7 +73,7 @@ def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
 
-    # Torch counts compilations by code object: with one for all, a few layers would reach its limit.
+    # Torch counts compilations per code object: if all layers shared one, a few would reach its limit.
     call.__code__ = call.__code__.replace(co_name=type(module).__name__)
     setattr(module, COMPILED_CALL, torch.compile(call, **settings))
 
@@ -89,14 +89,14 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 
 def uncompiled(module: Any) -> Any:
-    """The module inside ``torch.compile(module)``; anything else as it is."""
+    """The module inside ``torch.compile(module)``; any other object is returned unchanged."""
     compiler = compiler_of(module)
     if compiler is None:
         return module
     inner = inside_compiled(module)
     setattr(inner, COMPILED_CALL, compiler(plain_call(inner)))
     messages.info_once(
-        "The module is wrapped by torch.compile: its forward is compiled in place, its steps stay Python. "
+        "The module is wrapped by torch.compile. Its forward is compiled in place; its steps stay plain Python. "
         "Trainer(compile=True) also compiles the networks that the steps call."
     )
     return inner

@@ -1,4 +1,4 @@
-"""Replicas: every process holds the whole model, and gradients are averaged while backward runs."""
+"""Data parallelism: every process holds the whole model, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Communication hooks that have a name.
+#: Communication hooks that can be given by name.
 HookName = Literal["fp16", "bf16", "powersgd"]
 HOOKS: tuple[HookName, ...] = get_args(HookName)
-#: Hooks that compress before another one.
+#: Wrappers that compress before another hook runs.
 WrapperName = Literal["fp16", "bf16"]
 WRAPPERS: tuple[WrapperName, ...] = get_args(WrapperName)
 
 
 class DDPOptions(ProcessOptions, total=False):
-    """What :class:`DDPStrategy` passes on: to its base class, and to DistributedDataParallel."""
+    """Arguments that :class:`DDPStrategy` passes on to its base class and to DistributedDataParallel."""
 
     dim: int
     broadcast_buffers: bool | None
@@ -53,8 +53,8 @@ class DDPOptions(ProcessOptions, total=False):
 class DDPStrategy(DistributedStrategy):
     """``"ddp"``: DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
 
-    Gradients are reduced in buckets during the backward pass of a window's last micro-batch; the micro-batches before
-    it communicate nothing.
+    Gradients are reduced in buckets during the backward pass of a window's last micro-batch; earlier micro-batches
+    do not communicate.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
@@ -101,7 +101,7 @@ class DDPStrategy(DistributedStrategy):
         self._late = False
         self._manual = False
         self._synchronizes, self._local = True, False
-        #: Whether the next backward pass records the graph (static_graph), for which torch must reduce gradients.
+        #: Whether the next backward pass records the graph (static_graph): torch must reduce gradients in that pass.
         self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
@@ -110,7 +110,7 @@ class DDPStrategy(DistributedStrategy):
             raise ValueError(messages.unknown("ddp_comm_wrapper", ddp_comm_wrapper, WRAPPERS, ", or pass a function"))
         if ddp_comm_hook is None and not (ddp_comm_state is None and ddp_comm_wrapper is None):
             raise ValueError(
-                "DDPStrategy(ddp_comm_state=..., ddp_comm_wrapper=...) without ddp_comm_hook has no effect. Pass the "
+                "DDPStrategy: ddp_comm_state and ddp_comm_wrapper have no effect without ddp_comm_hook. Pass the "
                 f"hook too ({messages.names(HOOKS)}, or a function)."
             )
 
@@ -121,7 +121,7 @@ class DDPStrategy(DistributedStrategy):
         argument = "ddp_comm_hook" if self.hook[0] == "bf16" else "ddp_comm_wrapper"
         if "bf16" in (self.hook[0], self.hook[2]) and self.device.type != "cuda":
             raise ValueError(
-                f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' there."
+                f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16'."
             )
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
@@ -175,16 +175,17 @@ class DDPStrategy(DistributedStrategy):
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
         if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
-            reduced = set(map(id, self._reduced))  # also those that have been frozen since
+            reduced = set(map(id, self._reduced))  # including parameters that were frozen since then
             names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
             unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
                 f"The loss of the previous step did not depend on some parameters, so they got no gradients{listed}. "
-                "If this is intended, write strategy='ddp_find_unused_parameters_true' (in a loop of your own "
+                "If this is intended, use strategy='ddp_find_unused_parameters_true' (in your own loop, "
                 "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), which "
-                "searches the graph in each step. Otherwise freeze them (requires_grad_(False)), or use them."
+                "searches the graph in each step. Otherwise use these parameters, or freeze them "
+                "(requires_grad_(False))."
             )
         return super().explain(error)
 
@@ -205,10 +206,10 @@ class DDPStrategy(DistributedStrategy):
             wrapped.module.announced = True
 
     def left_gradients(self) -> bool:
-        """True after a backward pass that no forward pass of the wrapper announced: torch then reduces nothing.
+        """True after a backward pass without a matching forward pass of the wrapper: torch reduces nothing then.
 
-        The loss comes from another method of the model than its forward, from a forward pass that was already used, or
-        from one that ran while communication was off.
+        The loss came from a method of the model other than forward, from a forward pass that was already used, or from
+        one that ran while communication was off.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:
@@ -227,9 +228,9 @@ class DDPStrategy(DistributedStrategy):
         self._late = bool(late)
         if late and self.world_size > 1:
             messages.info_once(
-                f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
-                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
-                "again before each step. To avoid that, add or unfreeze them before prepare()."
+                f"{type(module).__name__} gained trainable parameters after prepare() ({late[0]}"
+                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know about them, so gradients are "
+                "reduced again before each step. To avoid that, add or unfreeze them before prepare()."
             )
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
@@ -256,7 +257,7 @@ class DDPStrategy(DistributedStrategy):
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and self.device.type != "cuda":
-            # Torch times one step in a hundred. On a GPU that is not changed: reading the timers waits for it.
+            # By default torch times one step in a hundred. A GPU keeps that, because reading its timers waits for it.
             time_every_step(self._wrapped)
 
     def communication_seconds(self) -> dict[str, float] | None:
@@ -272,7 +273,7 @@ class DDPStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
-            # Several backward passes may follow a forward pass: each is announced with its loss.
+            # Several backward passes may follow one forward pass: announce each one with its loss.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
         super().backward(loss, how)
         if self._records:
@@ -290,7 +291,7 @@ class DDPStrategy(DistributedStrategy):
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         super().load_window_gradients(module, state)
         if self._wrapped is not None and not self._manual:
-            # After a forward pass without communication, the next one does not send rank 0's buffers.
+            # After a forward pass without communication, the next one does not broadcast rank 0's buffers.
             self._wrapped.require_forward_param_sync = False
 
 
@@ -299,7 +300,7 @@ class _Step(nn.Module):
 
     Attributes:
         communicates: whether the backward pass after the next forward pass communicates.
-        announced: whether torch expects a backward pass, whose gradients it will reduce.
+        announced: whether torch expects a backward pass and will reduce its gradients.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -314,7 +315,7 @@ class _Step(nn.Module):
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
-    """What torch registers for a hook, its state and its wrapper, which may be names."""
+    """The state and hook to register with torch; the hook and its wrapper may be given by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

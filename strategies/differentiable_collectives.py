@@ -1,6 +1,6 @@
-"""Collectives that gradients flow through, over any backend.
+"""Differentiable collectives for any backend.
 
-Torch's own (torch.distributed.nn.functional) are deprecated, and their suggested replacements are not differentiable.
+Torch's own (torch.distributed.nn.functional) are deprecated, and the suggested replacements are not differentiable.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _AllGather(Function):
 
 
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
-    """The sum over the processes of a group (all if None), on each of them; gradients are summed likewise."""
+    """Sum a tensor over the processes of a group (all if None). Gradients are summed the same way."""
     return _AllReduce.apply(tensor, group)  # type: ignore[return-value]
 
 
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
-    """The tensors of all processes of a group, stacked: shape (processes, *tensor.shape); gradients go back to each."""
+    """Stack the tensors of a group's processes: shape (processes, *tensor.shape). Gradients return to each process."""
     return _AllGather.apply(tensor, group)  # type: ignore[return-value]

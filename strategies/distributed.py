@@ -1,4 +1,4 @@
-"""Several processes with a device each: how they start, join a process group and communicate."""
+"""Several processes with one device each: how they start, join a process group and communicate."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class ProcessOptions(TypedDict, total=False):
 
 
 def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorator for a constructor with ``**options``: its signature shows what they can be, and others are refused.
+    """Decorator for a constructor with ``**options``: its signature lists the options, and others are rejected.
 
     Args:
         bases: the constructors that take the options.
-        decided: arguments of those that the strategy sets itself.
+        decided: arguments of these constructors that the strategy sets itself.
     """
 
     def decorate(init: F) -> F:
@@ -76,7 +76,7 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
         def checked(self: Any, *args: Any, **options: Any) -> None:
             for name in options:
                 if name in decided:
-                    raise TypeError(f"{owner}({name}=...): the strategy decides that itself. Leave it out.")
+                    raise TypeError(f"{owner}({name}=...): the strategy sets this itself. Leave it out.")
                 if name not in names:
                     raise TypeError(messages.unknown(f"argument of {owner}", name, names))
             init(self, *args, **options)
@@ -92,19 +92,18 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
 class DistributedStrategy(Strategy):
     """One process per device, joined in a torch.distributed process group. Subclasses distribute the model.
 
-    The group lasts until the process ends, so a ``test`` after a ``fit`` does not create another. Barriers, agreements
-    and Python objects use a separate gloo group, so on a GPU nothing waits for the device, and a barrier never mixes
-    with another collective.
+    The group lasts until the process ends, so a ``test`` after a ``fit`` reuses it. Barriers, agreements and Python
+    objects use a separate gloo group, so they never wait for a GPU, and a barrier never mixes with another collective.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA with gloo for what is on the CPU.
-        init_method: a URL at which the processes meet, as for ``init_process_group``; None: where their launcher says.
+        process_group_backend: None: gloo for CPU tensors, NCCL for CUDA tensors.
+        init_method: a URL where the processes meet, as for ``init_process_group``; None: the launcher's address.
         timeout: how long a collective waits for the other processes.
         start_method: how the other processes start if there is no launcher: ``"popen"`` runs the command again;
             ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"``: ``"popen"`` in
-            a script; under pytest, in a notebook and so on ``"fork"``, or ``"spawn"`` if this process cannot be forked
-            and a fresh one can import the code.
+            a script; elsewhere (pytest, notebooks) ``"fork"``, or ``"spawn"`` if this process cannot be forked and a
+            new one can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -140,7 +139,7 @@ class DistributedStrategy(Strategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
-        """How the launcher of this process tells it its rank."""
+        """How this process learns its rank from its launcher."""
         return self._environment or of_cluster(self._cluster)
 
     @cluster_environment.setter
@@ -155,14 +154,14 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes, one each, and the number of machines. Called first."""
+        """Set the devices of this machine's processes (one each) and the number of machines. Called first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
         check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Take the rank and device that a launcher gave this process; rank 0's if there is no launcher."""
+        """Use the rank and device from this process's launcher, or rank 0's if there is no launcher."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -185,9 +184,9 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
-            f"from those of a single process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) "
-            "makes them equal, at the cost of two small reductions per layer."
+            f"{len(layers)} batch norms of {type(module).__name__} see only their own process's batch, so results "
+            f"differ from a single process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
+            "them match, at the cost of two small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
@@ -210,7 +209,7 @@ class DistributedStrategy(Strategy):
         if odd:
             messages.info_once(
                 f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
-                "all start from rank 0's. Call seed_everything before you build it to get the same ones each time."
+                "all start from rank 0's. Call seed_everything before you build it to get the same weights every time."
             )
 
     @property
@@ -226,13 +225,13 @@ class DistributedStrategy(Strategy):
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes: each runs the command again and so arrives here again, or each calls the function."""
+        """Start the processes: each either reruns the command and gets here again, or calls the function."""
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
                 f"{type(environment).__name__}.creates_processes_externally is False, so each process would start the "
                 f"others, but this is already one of several: its local_rank() is {environment.local_rank()}. Return "
-                "True where a launcher has started all of them."
+                "True if a launcher has started all of them."
             )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
@@ -246,9 +245,9 @@ class DistributedStrategy(Strategy):
         join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
-                f"There already is a process group of {dist.get_world_size()} processes, but this run has "
-                f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Leave init_process_group to "
-                "Paceline, or pass the devices of that group."
+                f"A process group of {dist.get_world_size()} processes already exists, but this run has "
+                f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
+                "init_process_group, or pass the devices of that group."
             )
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()
@@ -256,13 +255,13 @@ class DistributedStrategy(Strategy):
 
     def told_at_start(self) -> str:
         if self.world_size == 1 or (launch.LAUNCHED in os.environ and launch.JOINED not in os.environ):
-            return ""  # `paceline launch` has said so
+            return ""  # `paceline launch` has already printed it
         name = (*self.names, type(self).__name__)[0]
         machines = f" of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         backend = self.backend.rpartition(":")[2]
         text = f"on {self.world_size} processes{machines} ({name}, {backend}, {self.device.type})"
         if launch.LAUNCHED in os.environ:  # the strategy ran the command again
-            text += "; each runs the script, so code above this call runs in all of them"
+            text += "; each one runs the script, so code above this call runs in all of them"
         return text
 
     @property
@@ -294,7 +293,7 @@ class DistributedStrategy(Strategy):
 
     @property
     def talks(self) -> bool:
-        """Whether this process communicates: others have joined, and no error has ended its run."""
+        """Whether this process communicates: other processes have joined, and no error has ended the run."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
 
     @property
@@ -305,11 +304,11 @@ class DistributedStrategy(Strategy):
         if self._beside is None:
             self._beside = copy.copy(self)
             self._beside._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._beside._watch = None  # it reports where the main thread waits
+            self._beside._watch = None  # the watch only reports where the main thread waits
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
-        """Context in which this rank waits at ``place``; if waiting fails, the error says where the others are."""
+        """Context in which this rank waits at ``place``; if waiting fails, the error says where the other ranks are."""
         return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -345,8 +344,8 @@ class DistributedStrategy(Strategy):
         if not self.talks:
             if self._abandoned:
                 raise RuntimeError(
-                    "all_gather after an error: the other ranks may not have failed, and so never call it. Do not call "
-                    "it in code that handles errors."
+                    "all_gather was called after an error. The other ranks may not have failed, so they would never "
+                    "call it. Do not call it in code that handles errors."
                 )
             return data
         with self._at("all_gather"):
@@ -363,7 +362,7 @@ class DistributedStrategy(Strategy):
             listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
             raise UnlikeTensorsError(
                 f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
-                "the same shape, or gather a number that each rank computes.",
+                "the same shape, or gather a single number from each rank.",
                 found,
             )
 
@@ -409,12 +408,12 @@ class DistributedStrategy(Strategy):
             names = self.gather_objects(name)
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
-                f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for one of "
-                "them inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for a "
+                "call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Give all processes rank 0's buffers, which checkpoints contain: batch norm statistics, for example."""
+        """Broadcast rank 0's buffers (such as batch norm statistics), because checkpoints contain rank 0's."""
         if self.talks:
             same_buffers(module, self.data_group)
 
@@ -466,11 +465,11 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if the backend is NCCL, but the devices are not CUDA; ``written``: what the user wrote."""
+    """Raise if the backend is NCCL but the devices are not CUDA; ``written``: what the user wrote."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
-            f"{written}: NCCL joins CUDA devices, but this run is on {kind!r}. Leave it out: gloo is the "
-            "default there, and NCCL on GPUs."
+            f"{written}: NCCL connects CUDA devices, but this run is on {kind!r}. Leave it out: the default is gloo "
+            "on the CPU and NCCL on GPUs."
         )
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of a fixed length: they keep their last values if training continues after their end."""
+"""Learning-rate schedules of fixed length: keep their last values if training continues past their end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR
 from .. import messages
 from ..torch_private import INNER_SCHEDULERS
 
-#: Schedules that may end or contain one that does, to be advanced by :func:`advance` instead of their ``step``.
+#: Schedules that may end, or contain one that does: call :func:`advance` instead of their ``step``.
 MAY_END = (OneCycleLR, SequentialLR, ChainedScheduler)
 
 
 def advance(scheduler: Any) -> None:
-    """Advance a schedule; a one-cycle schedule that has ended, also inside another, keeps its last values.
+    """Advance a schedule. A one-cycle schedule that has ended keeps its last values, even inside another schedule.
 
     Torch would extrapolate the curve in the first step after its end, and raise in the next one.
     """
@@ -39,10 +39,10 @@ def _one_cycles(scheduler: Any) -> list[OneCycleLR]:
 
 def _keep_last_values(scheduler: OneCycleLR) -> None:
     last = scheduler.get_last_lr()
-    if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step was made after the last one of the schedule
+    if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step ran after the schedule had ended
         rates = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(map(float, last)))
         messages.warn_once(
-            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but the training continues: "
+            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues: "
             f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps of "
             "the whole training, or of its part of a SequentialLR. If the schedule's state was loaded, total_steps is "
             "the saved one."

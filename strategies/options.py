@@ -1,4 +1,4 @@
-"""Arguments of the strategy classes from plugins, handlers and settings."""
+"""Arguments for the strategy classes, from plugins, handlers and settings."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..settings import Settings
 from .deepspeed.settings import DeepSpeedSettings
 from .fsdp.settings import FSDPSettings
 
-#: Dimensions of a mesh in plugins and settings, with their arguments of ModelParallelStrategy.
+#: Mesh dimensions in plugins and settings, with the ModelParallelStrategy argument for each.
 SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments for each class of strategies; None if the user gave none.
+    """Arguments for each strategy class; None if the user gave none.
 
     Attributes:
         fsdp: for FSDPStrategy.
         deepspeed: for DeepSpeedStrategy.
         mesh: for ModelParallelStrategy; the product of its sizes is the number of processes.
         ddp: for DDPStrategy.
-        process_group: for every strategy for several processes.
-        written: for each of these, what the user wrote, for errors.
+        process_group: for every multi-process strategy.
+        written: what the user wrote for each of these, for error messages.
     """
 
     fsdp: Mapping[str, Any] | None = None
@@ -41,12 +41,12 @@ class Options:
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
             raise ValueError(
                 f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
-                "Leave one out (use_deepspeed, use_fsdp and use_parallelism_config of the settings count too)."
+                "Leave one out (use_deepspeed, use_fsdp and use_parallelism_config in the settings count too)."
             )
 
     @property
     def given(self) -> str:
-        """Everything that the user wrote; may be empty."""
+        """All options as the user wrote them, joined; may be empty."""
         return " and ".join(text for name, text in self.written.items() if getattr(self, name) is not None)
 
     @property
@@ -56,7 +56,7 @@ class Options:
 
     @property
     def wanted(self) -> str | None:
-        """The name of the strategy that these options need; None for any."""
+        """The name of the strategy that these options need; None if any will do."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"
@@ -65,7 +65,7 @@ class Options:
         return "fsdp" if self.fsdp is not None or mesh.get("data_parallel_shard", 1) > 1 else None
 
     def arguments(self, name: str, kind: str) -> dict[str, Any]:
-        """The arguments of the strategy with this name and class; a message names options without effect."""
+        """The arguments for the strategy with this name and class. Options without effect are reported."""
         if self.ddp is not None and kind != "DDPStrategy":
             messages.info_once(
                 f"{self.written['ddp']} has no effect with strategy {name!r}, which does not use "
@@ -80,17 +80,17 @@ class Options:
             return found
         if mesh and found.pop("sharding", None) == "hybrid":
             raise ValueError(
-                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Write "
+                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Use "
                 "dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
             )
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if there are options, which this strategy does not take."""
+        """Raise if there are any options: this strategy takes none."""
         if self.given:
             raise ValueError(
-                f"{self.given} cannot change strategy {strategy}. Pass these arguments to a Strategy object, or leave "
-                "strategy out."
+                f"{self.given} cannot be combined with strategy {strategy}. Pass these arguments to a Strategy object, "
+                "or leave strategy out."
             )
 
     def check_size(self, num_processes: int) -> None:
@@ -103,18 +103,18 @@ class Options:
 
 
 def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
-    """The arguments of ModelParallelStrategy for sizes by dimension; ``written``: what the user wrote, for errors."""
+    """The ModelParallelStrategy arguments for mesh sizes by dimension; ``written``: what the user wrote, for errors."""
     if sizes["cp"] > 1 or sizes["sp"] > 1:
         raise NotImplementedError(
-            f"{written} splits sequences, so the model returns a part of each, but the loss outside the model needs "
-            "whole ones. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step contains both, "
-            "or leave cp_size and sp_size out."
+            f"{written} splits sequences, so the model returns only a part of each, but the loss outside the model "
+            "needs full sequences. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step "
+            "contains both, or leave cp_size and sp_size out."
         )
     return {argument: sizes[dim] for dim, argument in SIZES.items()}
 
 
 def options_in(settings: Settings) -> Options:
-    """The options for ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config``, with the settings of each."""
+    """The options for ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config`` and their settings."""
     written = {"fsdp": "use_fsdp", "deepspeed": "use_deepspeed", "mesh": "use_parallelism_config"}
     found: dict[str, Any] = {
         name: kind().filled(settings).options()

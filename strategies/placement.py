@@ -1,4 +1,4 @@
-"""Where tensors live: the first third of a :class:`.base.Strategy`."""
+"""The part of a :class:`.base.Strategy` that decides where tensors live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Placement:
-    """Brings modules, optimizers and batches to a device and into the dtypes of a precision.
+    """Moves modules, optimizers and batches to a device and converts them to a precision's dtypes.
 
     Everything here runs when a run starts, never in a step. By default the whole module is on one device. A subclass
     overrides ``setup_module`` to shard it, ``wrap_for_training`` and ``bind_step`` if a training step goes through a
@@ -33,7 +33,7 @@ class Placement:
         precision: dtypes and loss scaling; full float32 if None.
     """
 
-    #: Weights without values of the module that was set up last; each module that is set up gets a new object.
+    #: Deferred weights of the module that was set up most recently; each module gets a new object.
     waiting: Waiting = Waiting()
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices of this machine's processes, one each; on the CPU 0, 1, ..."""
+        """The device index of each process on this machine; 0, 1, ... on the CPU."""
         return [self.device.index or 0]
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -65,14 +65,14 @@ class Placement:
         return self.module_init_context(empty_init)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """:meth:`init_context`, or with ``empty_init`` :meth:`empty_init_context`."""
+        """:meth:`empty_init_context` if ``empty_init``, else :meth:`init_context`."""
         return self.empty_init_context() if empty_init else self.init_context()
 
     @contextmanager
     def empty_init_context(self) -> Iterator[None]:
         """Context that creates layers without drawing their initial values, for weights that will be loaded.
 
-        By default they get memory, which holds whatever was there. A strategy that shards creates them without memory.
+        By default layers get uninitialized memory. A strategy that shards creates them without memory.
         """
         with self.init_context(), no_initial_values():
             yield
@@ -95,24 +95,24 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """If ``synchronize``, let batch norms use the batches of all processes. Called before :meth:`setup_module`."""
+        """If ``synchronize``, make batch norms use the batches of all processes. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
+        """Wrap a module after setup, if this strategy runs training steps through a wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
-        """Return what the loop calls in place of a module's step. Called once, when the run starts.
+        """Return the function that the loop calls in place of a module's step. Called once, when the run starts.
 
         Args:
             step: ``module.training_step``, ``validation_step``, ...
-            wrapped: the result of :meth:`wrap_for_training`, in a fit.
+            wrapped: in a fit, the result of :meth:`wrap_for_training`.
             training: whether it is the training step.
         """
         return self.precision.bind_forward(step)
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers to use, given the user's; existing state moves to the device."""
+        """Prepare the user's optimizers and return the ones to use; existing state moves to the device."""
         self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
             move_optimizer_state(optimizer, self.device)

@@ -1,4 +1,4 @@
-"""The cost of torch.compile: how long it takes, and what makes torch compile a function many times."""
+"""Measure the cost of torch.compile: how long it takes, and why it recompiles a function."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..torch_private import on_compiling, recompilations
 
 #: Number of recompilations of a function after which a warning gives the reason.
 MANY = 4
-#: Shorter compilations are not reported, in seconds.
+#: Compilations that take less time than this are not reported, in seconds.
 WORTH_SECONDS = 0.5
 _FUNCTION = re.compile(r"Recompiling function (\S+)")
 _SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
-#: A condition that held when torch compiled last, with the line that reads it.
+#: A guard of the latest compilation that no longer holds, with the line that reads the value.
 _GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 
 
 class CompileWatch(logging.Handler):
     """Counts what torch.compile does in this process.
 
-    ``recompilations`` and ``reasons`` are by torch's name of the function; ``seconds`` is the total time of
-    compilations.
+    ``recompilations`` and ``reasons`` are keyed by torch's name for the function; ``seconds`` is the total compile
+    time.
     """
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """A compilation ends. The first long one is reported, so that the user does not take it for a slow step."""
+        """A compilation ends. Reports the first long one, so that the user does not mistake it for a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s for a graph. Other steps do not take as long.",
+                f"torch.compile took {took:.1f} s to compile a graph. Steps that compile nothing are faster.",
                 key="compiling takes time",
             )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Torch logs that it compiles a function again, and why."""
+        """Handle a record in which torch logs that it recompiles a function, and why."""
         text = record.getMessage()
         found = _FUNCTION.search(text)
         if found is None:
@@ -63,8 +63,8 @@ class CompileWatch(logging.Handler):
         reason = self.last_reason = self.reasons[name] = reason_in(text)
         if self.recompilations[name] >= MANY:
             messages.warn_once(
-                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each time takes as long as "
-                f"the first, and torch gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
+                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each takes as long as the "
+                f"first, and torch gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
                 key=f"recompiles {name}",
             )
 
@@ -77,22 +77,24 @@ def reason_in(text: str) -> str:
 
 
 def advice_for(reason: str) -> str:
-    """What to do about a reason to compile again."""
+    """Advice for avoiding recompilation for this reason."""
     if _SIZE.search(reason):
-        return "Use batches of few shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
-    return "Change and read it outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
+        return "Use fewer batch shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
+    return (
+        "Change and read this value outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
+    )
 
 
 _watch = CompileWatch()
 
 
 def watch_compiling() -> CompileWatch:
-    """Watch torch.compile from now on, which costs nothing without compilations."""
+    """Watch torch.compile from now on. This costs nothing while nothing is compiled."""
     on_compiling(_watch.begin, _watch.end)
     reasons = recompilations()
     if _watch not in reasons.handlers:
         if not reasons.isEnabledFor(logging.DEBUG) or reasons.level == logging.NOTSET:
             reasons.setLevel(logging.DEBUG)
-            reasons.propagate = False  # torch's log is only shown if it is enabled (TORCH_LOGS=recompiles)
+            reasons.propagate = False  # show torch's log only if the user enabled it (TORCH_LOGS=recompiles)
         reasons.addHandler(_watch)
     return _watch

@@ -1,4 +1,4 @@
-"""The strategies by name, and how a program adds one of its own."""
+"""The strategies by name; a program can register its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .choose import SEVERAL, Added, added, registered
 
 
 class Registry(Mapping[str, dict[str, Any]]):
-    """Which names ``Trainer(strategy=...)`` and ``Accelerator(strategy=...)`` know; each maps to what it stands for."""
+    """The names that ``Trainer(strategy=...)`` and ``Accelerator(strategy=...)`` accept, with a description of each."""
 
     def available_strategies(self) -> list[str]:
         """All names, sorted."""
@@ -25,21 +25,21 @@ class Registry(Mapping[str, dict[str, Any]]):
         override: bool = False,
         **init_params: Any,
     ) -> Any:
-        """Add a name.
+        """Register a strategy under a name.
 
         Args:
             name: the new name.
-            strategy: a Strategy class; None: this is a decorator for one.
-            description: what it is.
-            override: replace one that was registered under this name.
-            **init_params: arguments of the class.
+            strategy: a Strategy class; None returns a decorator for one.
+            description: what the strategy does.
+            override: replace a strategy that was registered under this name.
+            **init_params: arguments for the class.
 
         Raises:
-            ValueError: there is a strategy of that name.
+            ValueError: a strategy with this name exists.
         """
         if name in self and not (override and name in added):
             raise ValueError(
-                f"StrategyRegistry.register({name!r}): there is a strategy of that name. Choose another name"
+                f"StrategyRegistry.register({name!r}): a strategy with this name already exists. Choose another name"
                 f"{', or pass override=True' if name in added else ''}."
             )
 

@@ -1,4 +1,4 @@
-"""Tensors that are split over processes (DTensors): gather, split, measure and clip them."""
+"""Gather, split, measure and clip tensors that are sharded across processes (DTensors)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..torch_private import multiply_each_, norm_of_each
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """A state (nested dicts and lists) with complete tensors on the CPU. Every process must call this.
+    """The state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
 
-    A tensor that occurs twice stays one tensor. Unless ``keep``, a process gets split tensors without memory (on the
-    meta device).
+    References to the same tensor stay references to one tensor. If ``keep`` is False, sharded tensors are returned on
+    the meta device, without memory.
     """
     known: dict[int, Tensor] = {}
 
@@ -34,7 +34,7 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def detached(state: Any) -> Any:
-    """A state with tensors that have no graph; a tensor that occurs twice stays one tensor."""
+    """The state with detached tensors; references to the same tensor stay references to one tensor."""
     known: dict[int, Tensor] = {}
     return _mapped(state, lambda v: known.setdefault(id(v), v.detach()) if isinstance(v, Tensor) else v)
 
@@ -49,16 +49,16 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def from_part(part: Tensor, like: DTensor) -> DTensor:
-    """The tensor with the shape and layout of ``like`` of which this process has ``part``."""
+    """A DTensor laid out like ``like``, with ``part`` as this process's shard."""
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def cut(full: Tensor, like: DTensor) -> DTensor:
-    """Split a tensor in the layout of ``like``.
+    """Shard a tensor with the layout of ``like``.
 
-    Every process must have the complete tensor, of which nothing is sent, or a part of it in this layout. A tensor in
-    another layout is gathered first, so every process must call this.
+    Every process must pass either the full tensor, in which case nothing is sent, or a DTensor. A DTensor in another
+    layout is gathered first, so every process must call this.
     """
     if isinstance(full, DTensor):
         if full.device_mesh == like.device_mesh and full.placements == like.placements:
@@ -66,17 +66,17 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
         full = full.full_tensor()
     full = full if like.is_meta else full.to(like.to_local().device)
     split = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return from_part(split.to_local().clone(), split)  # a part that shares memory would keep the complete tensor alive
+    return from_part(split.to_local().clone(), split)  # a view would keep the full tensor alive
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Split a complete tensor like ``own``; what does not fit stays as it is, and ``load_state_dict`` reports it."""
+    """Shard a full tensor like ``own``. Other values stay unchanged, so that ``load_state_dict`` reports them."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
     return cut(value, own) if fits else value
 
 
 def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    """Split or replicate an optimizer's tensor for a split parameter; other values stay as they are."""
+    """Shard or replicate an optimizer state tensor to match its sharded parameter; other values stay unchanged."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
@@ -88,14 +88,14 @@ def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and layout on the meta device."""
+    """A tensor on the meta device with the same shape and layout."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="meta")
     return from_part(torch.empty_like(tensor.to_local(), device="meta"), tensor)
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Give each gradient its parameter's layout: some layers leave a sum over processes to be computed later."""
+    """Redistribute each gradient to its parameter's layout: some layers leave a pending sum over processes."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -103,14 +103,14 @@ def settle(parameters: Iterable[Tensor]) -> None:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This process's part of each tensor."""
+    """This process's shard of each tensor."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm over all tensors and processes: float32 or wider, shape (), the same value everywhere.
+    """The norm over all tensors and processes: float32 or wider, shape (), the same on every process.
 
-    There is one reduction for each layout. Every process must call this with the same tensors.
+    It runs one reduction per layout. Every process must call this with the same tensors.
     """
     layouts: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -134,7 +134,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _power_sum(parts: list[Tensor], norm_type: float) -> Tensor:
-    """The sum of the elements' powers (for the infinity norm their largest magnitude), shape ()."""
+    """The sum of ``|x| ** norm_type`` over all elements (for the infinity norm, the largest magnitude), shape ()."""
     filled = [part for part in parts if part.numel()]
     dtype = torch.float64 if (filled or parts)[0].dtype is torch.float64 else torch.float32
     if not filled:
@@ -144,7 +144,7 @@ def _power_sum(parts: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_by_norm(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients so that their norm over all processes is at most ``max_norm``; return the norm before."""
+    """Scale gradients so that their norm over all processes is at most ``max_norm``; return the original norm."""
     total = total_norm(grads, norm_type)
     multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total

@@ -1,4 +1,4 @@
-"""What a checkpoint gets of module and optimizers: the last third of a :class:`.base.Strategy`."""
+"""The part of a :class:`.base.Strategy` that saves and loads the state of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Collects the state of modules and optimizers as one process would have it, and loads it back.
+    """Collects the full, unsharded state of modules and optimizers, and loads it back.
 
-    By default module and optimizers are whole in this process. A subclass whose processes hold parts overrides the
-    methods in pairs: ``model_state`` and ``load_model_state``, and the same for optimizers and gradients. Only if its
-    processes can write their parts themselves, it overrides ``states_in_parts`` and ``room_for`` too.
+    By default each process holds the full module and optimizers. A subclass that shards them overrides the methods in
+    pairs: ``model_state`` and ``load_model_state``, and the same for optimizers and gradients. If its processes can
+    write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
     """
 
-    #: Both belong to :class:`.placement.Placement`: where loaded tensors go, and the weights that wait for values.
+    #: Both come from :class:`.placement.Placement`: the device for loaded tensors, and the deferred weights.
     device: torch.device
     waiting: Waiting
-    #: What writes and reads checkpoints of one file, set by a Trainer.
+    #: Writes and reads single-file checkpoints; set by the Trainer.
     checkpoint_io: Any = None
 
     @contextmanager
     def states_in_parts(self) -> Iterator[bool]:
-        """Context in which states may contain DTensors, of which each process writes its shards; yields whether."""
+        """Context in which states may contain DTensors, so each process writes its shards; yields whether they may."""
         yield False
 
     def room_for(self, empty: Tensor) -> Tensor:
-        """Memory for this process's part of a checkpoint's tensor, given as a tensor on the meta device."""
+        """Memory for this process's shard of a checkpoint tensor; ``empty`` is that tensor on the meta device."""
         return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The complete ``state_dict`` of the unwrapped module. All processes must call this; only rank 0 may get it."""
+        """The full ``state_dict`` of the unwrapped module, possibly only on rank 0. All processes must call this."""
         return module.state_dict()
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a complete ``state_dict`` into the unwrapped module."""
+        """Load a full ``state_dict`` into the unwrapped module."""
         self.waiting.restored(state)
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The complete state of the optimizer."""
+        """The full state dict of the optimizer."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the complete state of an optimizer and move it to the device of its parameters."""
+        """Load an optimizer's full state dict and move it to the device of its parameters."""
         optimizer.load_state_dict(state)
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """This process's gradients of an unfinished window, by parameter name, on the CPU; None: not supported."""
+        """This process's gradients of an unfinished window, by parameter name, on the CPU; None if not supported."""
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return {name: grad.detach().cpu() for name, grad in grads.items()}
 

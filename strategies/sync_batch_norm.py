@@ -12,25 +12,25 @@ from ..torch_private import as_sync_batch_norm
 from .differentiable_collectives import all_reduce
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: Layers that were changed, and the attributes that each was given.
+#: The changed layers, each with the attributes that were set on it.
 Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class TorchSyncBatchNorm:
-    """Batch norms see the batches of all processes: a plugin that says ``Trainer(sync_batchnorm=True)``."""
+    """A plugin with the effect of ``Trainer(sync_batchnorm=True)``: batch norms use the batches of all processes."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """The model with synchronized batch norms."""
+        """Return the model with synchronized batch norms."""
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def trained(module: nn.Module) -> list[nn.Module]:
-    """The batch norms of a module that use the statistics of each batch."""
+    """The batch norms in a module that use each batch's statistics."""
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.training]
 
 
 def synchronize(module: nn.Module, device: torch.device) -> Changed:
-    """Let every batch norm of a module use the batches of all processes; :func:`release` takes what this returns.
+    """Make every batch norm in a module use the batches of all processes. Pass the result to :func:`release`.
 
     Only the forward of each layer is replaced, so the layer keeps its class, its hooks, and its place in the module.
     """
@@ -44,7 +44,7 @@ def synchronize(module: nn.Module, device: torch.device) -> Changed:
 
 
 def release(changed: Changed) -> None:
-    """Give the layers their own forward back."""
+    """Restore the layers' own forward methods."""
     for layer, attributes in changed:
         for name, value in attributes.items():
             if vars(layer).get(name) is value:
@@ -52,10 +52,10 @@ def release(changed: Changed) -> None:
 
 
 def _over_all(layer: Any, input: Tensor) -> Tensor:
-    """Normalize with the mean and variance over the batches of all processes, through which gradients flow.
+    """Normalize with the mean and variance over the batches of all processes; gradients flow through both.
 
-    ``torch.nn.SyncBatchNorm`` does the same, but only on GPUs. The variance is computed around the mean: that takes two
-    small reductions, but does not suffer from the cancellation in E[x^2] - E[x]^2.
+    ``torch.nn.SyncBatchNorm`` does the same, but only on GPUs. The variance is computed around the mean, which takes
+    two small reductions but avoids the cancellation in E[x^2] - E[x]^2.
     """
     if not layer.training and layer.running_mean is not None:
         return type(layer).forward(layer, input)

@@ -1,4 +1,4 @@
-"""The arguments of ``Trainer(...)`` and its entry points: checks of single values, and of contradictions."""
+"""Check the arguments of ``Trainer(...)`` and its entry points, one by one and for contradictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MOVED = {
     "resume_from_checkpoint": "Trainer.fit(ckpt_path=...)",
     "track_grad_norm": "a callback that reads gradients in on_before_optimizer_step",
     "multiple_trainloader_mode": "Trainer.fit(model, CombinedLoader(loaders, mode=...))",
-    "model_registry": "a path in ckpt_path=, where the file lies",
+    "model_registry": "the path of the checkpoint file in ckpt_path=",
 }
 
 
@@ -52,15 +52,15 @@ MOVED = {
 
 
 def check_limit(name: str, value: Any) -> int | float:
-    """A number of batches (int) or a share of them (float from 0 to 1); None means all."""
+    """Return a number of batches (int) or a fraction of them (float from 0 to 1); None means all."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
-        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass a number of batches or a fraction.")
+        raise TypeError(f"Trainer: {name}={value!r} is {messages.a(value)}. Pass a number of batches or a fraction.")
     if not float(value) >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
-            f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
-            "(share of the batches)."
+            f"Trainer: {name}={value!r} is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
+            "(fraction of the batches)."
         )
     return value if isinstance(value, float) else int(value)
 
@@ -68,73 +68,73 @@ def check_limit(name: str, value: Any) -> int | float:
 def check_count(
     name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False, hint: str = ""
 ) -> Any:
-    """A whole number of at least ``least``; also None or -1 (no limit) where those are allowed."""
+    """Return a whole number of at least ``least``; None and -1 (no limit) pass only where they are allowed."""
     if value is None and none:
         return None
     allowed = (
         f"an integer of {least} or more" + (", -1 for no limit" if unlimited else "") + (", or None" if none else "")
     )
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass {allowed}.{hint}")
+        raise TypeError(f"Trainer: {name}={value!r} is {messages.a(value)}. Pass {allowed}.{hint}")
     if value < least and not (unlimited and value == -1):
-        raise ValueError(f"Trainer({name}={value!r}) is out of range. Pass {allowed}.{hint}")
+        raise ValueError(f"Trainer: {name}={value!r} is out of range. Pass {allowed}.{hint}")
     return int(value)
 
 
 def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
-    """The limit; -1 where another one is given, None where none is."""
+    """Return the limit: -1 if only another limit is given, None if there is none."""
     if value is None and (max_steps != -1 or max_time is not None):
         return -1
     return check_count("max_epochs", value, none=True, unlimited=True)
 
 
 def check_accumulation(value: Any) -> int:
-    """Micro-batches per update."""
-    hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
+    """Return the micro-batches per update."""
+    hint = " To change it during training, use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
 
 def check_fast_dev_run(value: Any) -> int | bool:
-    """A number of batches of each kind; True means one."""
+    """Return the number of batches of each kind; True means one."""
     if not isinstance(value, (bool, Integral)):
-        raise TypeError(f"Trainer(fast_dev_run={value!r}) is {messages.a(value)}. Pass True, or a number of batches.")
+        raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
         raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
     return bool(value) if value in (0, 1) else int(value)
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """``val_check_interval`` as (batches or fraction, seconds or None)."""
+    """Return ``val_check_interval`` as (batches or fraction, seconds or None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
         seconds = to_timedelta(value, "Trainer(val_check_interval=)").total_seconds()
         if seconds == 0:
-            raise ValueError(f"Trainer(val_check_interval={value!r}) is no time at all. Pass one longer than zero.")
+            raise ValueError(f"Trainer: val_check_interval={value!r} is zero. Pass a longer duration.")
         return 1.0, seconds
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
         raise TypeError(
-            f"Trainer(val_check_interval={value!r}) is {messages.a(value)}. Pass a fraction of an epoch "
+            f"Trainer: val_check_interval={value!r} is {messages.a(value)}. Pass a fraction of an epoch "
             "(float), a number of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"Trainer(val_check_interval={value}) is out of range. Pass a float in (0.0, 1.0], or an int.")
+        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0], or an int.")
     if isinstance(value, Integral) and value < 1:
-        raise ValueError(f"Trainer(val_check_interval={value}) is out of range. Pass 1 or more batches.")
+        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass 1 or more batches.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
-            f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): without an epoch to take a fraction "
-            "of, pass val_check_interval as a number of batches (int) or a duration."
+            f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): there is no epoch to take a fraction "
+            "of. Pass val_check_interval as a number of batches (int) or a duration."
         )
     return value if isinstance(value, float) else int(value), None
 
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
-    """``gradient_clip_val`` is a positive number or None, the algorithm "norm" or "value"."""
+    """Check that ``gradient_clip_val`` is a positive number or None, and the algorithm "norm", "value" or None."""
     wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not float(value) > 0
     if value is not None and wrong:
         raise ValueError(
-            f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients."
+            f"Trainer: gradient_clip_val={value!r} is not a positive number. Pass one, or None for no clipping."
         )
     if algorithm not in (None, "norm", "value"):
         raise ValueError(messages.unknown("gradient_clip_algorithm", algorithm, ("norm", "value")))
@@ -146,7 +146,7 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
 
 
 def check_profiler(value: Any) -> Profiler:
-    """A profiler by name or object; one that does nothing for None."""
+    """Return the named or given profiler; for None, one that does nothing."""
     if value is None:
         return PassThroughProfiler()
     if isinstance(value, Profiler):
@@ -154,7 +154,7 @@ def check_profiler(value: Any) -> Profiler:
     if not isinstance(value, str):
         hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) else ""
         raise TypeError(
-            f"Trainer(profiler={value!r}) is {messages.a(value)}. Pass {messages.names(PROFILERS)}, or a "
+            f"Trainer: profiler={value!r} is {messages.a(value)}. Pass {messages.names(PROFILERS)}, or a "
             f"Profiler.{hint}"
         )
     if value.lower() not in PROFILERS:
@@ -163,28 +163,26 @@ def check_profiler(value: Any) -> Profiler:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """A folder, absolute, or an address; the working directory for None."""
+    """Return an absolute path or a URL; None means the working directory."""
     if value is None:
         return os.getcwd()
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass the path of a folder.")
+        raise TypeError(f"Trainer: {name}={value!r} is {messages.a(value)}. Pass the path of a folder.")
     path = os.fspath(value)
     if not path:
         raise ValueError(
-            f"Trainer({name}={path!r}) names no folder. Pass the path of a folder, or None for the working directory."
+            f"Trainer: {name}={path!r} is empty. Pass the path of a folder, or None for the working directory."
         )
     if os.path.isfile(path):
-        raise ValueError(
-            f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
-        )
+        raise ValueError(f"Trainer: {name}={path!r} is a file. Pass the path of a folder.")
     return storage.absolute(value)
 
 
 def check_compile(value: Any) -> Any:
-    """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
+    """Check ``compile``: a bool, a scope, or a dict of arguments for ``torch.compile``."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
-            f"Trainer(compile={value!r}) is {messages.a(value)}. Pass True, 'step', 'graphs', or a dict of "
+            f"Trainer: compile={value!r} is {messages.a(value)}. Pass True, 'step', 'graphs', or a dict of "
             "arguments for torch.compile such as {'mode': 'max-autotune'}."
         )
     scope = scope_of(value)
@@ -205,12 +203,11 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
     """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
-            f"Trainer(compile={value!r}): a step compiled as a whole is one graph. Leave fullgraph out, or the scope."
+            f"Trainer(compile={value!r}): a step compiled as a whole must be one graph. Leave out fullgraph, or the "
+            "scope."
         )
     if scope == "step" and value.get("mode") == "reduce-overhead":
-        raise ValueError(
-            f"Trainer(compile={value!r}): what mode='reduce-overhead' makes are CUDA graphs. Use compile='graphs'."
-        )
+        raise ValueError(f"Trainer(compile={value!r}): mode='reduce-overhead' makes CUDA graphs. Use compile='graphs'.")
     graphs = {"mode": ("reduce-overhead", "max-autotune"), "backend": ("inductor",), "options": (None,)}
     for name, allowed in graphs.items() if scope == "graphs" else ():
         if value.get(name, allowed[0]) not in allowed:
@@ -219,54 +216,54 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
 
 
 def check_switch(name: str, value: T, none: bool = False) -> T:
-    """A bool; with ``none`` also None, where the default depends on something else."""
+    """Return a bool; with ``none``, also None, where the default depends on something else."""
     if isinstance(value, bool) or (value is None and none):
         return value
     hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
-    raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass True or False.{hint}")
+    raise TypeError(f"Trainer: {name}={value!r} is {messages.a(value)}. Pass True or False.{hint}")
 
 
 # ---- values together -------------------------------------------------------------------------------------------------
 
 
 def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
-    """A bool, "warn" or None, and not together with benchmarking."""
+    """Check that ``deterministic`` is a bool, "warn" or None, and not combined with benchmarking."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
     if deterministic and benchmark:
         raise ValueError(
-            f"Trainer(deterministic={deterministic!r}, benchmark=True) contradict each other: benchmarking "
-            "picks kernels by their speed in this run. Leave one out."
+            f"Trainer: deterministic={deterministic!r} and benchmark=True contradict each other: benchmarking "
+            "picks kernels by how fast they are in this run. Leave one out."
         )
     return deterministic
 
 
 def check_overfitting(overfit_batches: Any, **others: Any) -> None:
-    """``overfit_batches`` and the ``others`` both say how many batches there are."""
+    """Raise if both ``overfit_batches`` and one of ``others`` set the number of batches."""
     for name, value in others.items() if overfit_batches else ():
         if value:
             raise ValueError(
-                f"Trainer(overfit_batches={overfit_batches!r}, {name}={value!r}) contradict each other: both say how "
-                "many batches there are. Leave one out."
+                f"Trainer: overfit_batches={overfit_batches!r} and {name}={value!r} contradict each other: both set "
+                "the number of batches. Leave one out."
             )
 
 
 def check_range(unit: str, least: int | None, most: int | None) -> None:
-    """The smallest number of epochs or steps is not above the largest."""
+    """Raise if the minimum number of epochs or steps is above the maximum."""
     if least is not None and most not in (None, -1) and least > most:
         raise ValueError(
-            f"Trainer(min_{unit}={least}, max_{unit}={most}) contradict each other. Raise max_{unit} or lower "
+            f"Trainer: min_{unit}={least} and max_{unit}={most} contradict each other. Raise max_{unit} or lower "
             f"min_{unit}."
         )
 
 
 def check_barebones(**given: Any) -> None:
-    """``barebones=True`` and what it switches off are not asked for together."""
+    """Raise if ``barebones=True`` is combined with something that it switches off."""
     for name, value in given.items():
         if value:
             raise ValueError(
-                f"Trainer(barebones=True, {name}={value!r}) contradict each other: barebones switches that off to "
-                f"measure the bare loop. Leave {name} out, or barebones."
+                f"Trainer: barebones=True and {name}={value!r} contradict each other: barebones switches {name} off "
+                "to measure the bare loop. Leave out one of them."
             )
 
 
@@ -279,7 +276,7 @@ class Request:
 
     Attributes:
         again: the run restarts from one of its own checkpoints, and its loggers continue.
-        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and starts from no checkpoint.
+        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and loads no checkpoint.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -296,15 +293,15 @@ class Request:
 
 
 def check_request(running: str | None, request: Request) -> None:
-    """Check a call of an entry point while ``running``, which may be None, is running."""
+    """Check a call of an entry point. ``running`` is the entry point that is running now, or None."""
     name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(
-            f"{name}() was called while {running} is running, but a Trainer makes one run at a time. Call it after "
-            f"{running}, or use another Trainer."
+            f"{name}() was called while {running} is running, but a Trainer can only do one run at a time. Call it "
+            f"after {running}, or use another Trainer."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(
-            f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
+            f"{name}: ckpt_path={request.ckpt_path!r} is {messages.a(request.ckpt_path)}. Pass the path of a "
             "checkpoint, 'best', 'last' or 'auto'."
         )

@@ -26,7 +26,7 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
 
 
 def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..., Any]:
-    """Bind the module's step to ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
+    """Bind the module's step to ``(batch, batch_idx)``, plus ``dataloader_idx`` if there are several loaders."""
     module = run.module
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
@@ -42,7 +42,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """The training step inside everything that checks its loss before the backward pass."""
+    """Wrap the training step in everything that checks its loss before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
@@ -54,13 +54,13 @@ def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., A
 
 
 def check_step(module: TrainingModule, name: str) -> None:
-    """Raise if a step cannot be called with any number of loaders."""
+    """Raise if a step's signature fits neither one loader nor several."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
     if inspect.iscoroutinefunction(step):
         raise TypeError(
-            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with def alone."
+            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with a plain def."
         )
     if name == "training_step" or _required(step) < 3:
         _with_arguments(step, name, owner, several_loaders=False)
@@ -104,7 +104,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """The function between the loader and the step, or None if there is nothing to do."""
+    """Bind what a batch goes through between the loader and the step; None if there is nothing to do."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = None if run.datamodule is None else replaced(run.datamodule, name, DataModule)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: gathered from a run, and restored in one."""
+"""Collect a checkpoint's contents from a run, and restore them into a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Left(NamedTuple):
     Attributes:
         ranks: what each rank keeps (see :mod:`.resume`).
         batch_samples: samples in a full batch of all ranks.
-        data_ranks: number of shares that the data were split into.
-        lacks: why the optimizers could not be brought here, or an empty text.
+        data_ranks: number of shards that the data were split into.
+        lacks: why the optimizers could not be brought here, or an empty string.
     """
 
     ranks: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Left(NamedTuple):
 
 
 def left_for_checkpoints(run: Run) -> Left:
-    """What this run leaves for another process; every rank must call."""
+    """Return what another process needs to write this run's checkpoints; every rank must call this."""
     return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
@@ -43,18 +43,18 @@ def left_for_checkpoints(run: Run) -> Left:
 
 
 def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
-    """Collect everything that resuming the run needs; every rank must call.
+    """Collect everything needed to resume the run; every rank must call this.
 
-    With ``weights_only`` only weights, hyperparameters and counters. The hooks ``on_save_checkpoint`` run all the same,
+    With ``weights_only``, only weights, hyperparameters and counters. The ``on_save_checkpoint`` hooks run either way,
     so that averaged weights, for example, are saved.
     """
     module = run.module
     left, holder = run.left, run.holder
     if not weights_only and left is not None and left.lacks:
         raise RuntimeError(
-            "The optimizers and schedulers are in the processes that trained, since they cannot be pickled "
-            f"({left.lacks}), so no checkpoint to resume from can be saved here. Save in the run, with a "
-            "ModelCheckpoint, or save the weights: save_checkpoint(path, weights_only=True)."
+            f"The optimizers and schedulers cannot be pickled ({left.lacks}), so they stayed in the processes that "
+            "trained, and no checkpoint to resume from can be saved here. Save during the run with a "
+            "ModelCheckpoint, or save only the weights: save_checkpoint(path, weights_only=True)."
         )
     ranks = [] if weights_only else gather_ranks(run) if left is None else left.ranks
     counters = progress(run, ranks)
@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Samples in a full batch of all ranks; before the loader of a resumed fit is there, those of its checkpoint."""
+    """Samples in a full batch across all ranks; taken from the checkpoint while a resumed fit has no loader yet."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
@@ -143,8 +143,8 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
     listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
     again = ", ".join(f"{name}=..." for name in left_out)
     messages.warn_once(
-        f"Hyperparameters of {owner} that can neither be stored nor pickled stay out of its checkpoints: {listed}. "
-        f"Say so with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
+        f"Hyperparameters of {owner} that can neither be stored nor pickled are left out of its checkpoints: "
+        f"{listed}. Exclude them with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
         f"{owner}.load_from_checkpoint(path, {again})."
     )
 
@@ -182,7 +182,7 @@ def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
         messages.warn(
             f"The checkpoint holds the state of callbacks that this Trainer does not have: "
             f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these "
-            "callbacks to Trainer(callbacks=[...]) with the arguments they had."
+            "callbacks to Trainer(callbacks=[...]) with the same arguments as before."
         )
 
 
@@ -193,7 +193,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
         The rest, which the loop restores at the resume position.
 
     Raises:
-        ValueError: the file holds only weights, or other optimizers or schedulers than this run has.
+        ValueError: the checkpoint holds only weights, or its optimizers or schedulers differ from this run's.
     """
     section = checkpoint.get("paceline", {})
     if parts != ("model",) and "optimizer_states" not in checkpoint:
@@ -204,8 +204,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
         )
     if parts != ("model",) and "accelerator" in section:
         raise ValueError(
-            "The checkpoint was written by Accelerator.save_state: it belongs to a loop of your own, which fit cannot "
-            "continue. Continue with Accelerator.load_state, or use its weights in a new fit: "
+            "The checkpoint was written by Accelerator.save_state: it belongs to your own training loop, which fit "
+            "cannot resume. Resume it with Accelerator.load_state, or use its weights in a new fit: "
             "trainer.fit(..., restore=['model'])."
         )
     if "optimizer" in parts:
@@ -223,7 +223,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
-            "no random states, so random numbers differ from those of the saved run from here on."
+            "no random states, so from here on random numbers differ from the saved run's."
         )
     return resumed
 

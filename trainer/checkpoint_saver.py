@@ -42,7 +42,7 @@ class _Write:
     error: BaseException | None = None
 
     def run(self) -> None:
-        """Write all files and keep the error, if there is one."""
+        """Write all files and keep the error, if any."""
         try:
             for path in self.paths:
                 if self.in_parts:
@@ -62,12 +62,12 @@ def _nothing(*_: Any) -> None: ...
 class Saver:
     """Saves the checkpoints of one run.
 
-    In the background: the tensors are copied into buffers that are kept from save to save (pinned ones for a GPU, one
-    wait for it), and a thread writes from these, by the same code, while training continues. One write is in flight;
-    the next save waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
+    In the background, the tensors are copied into buffers that every save reuses (pinned for a GPU, with one wait), and
+    a thread writes from them with the same code while training continues. At most one write is in flight; the next save
+    waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
 
     Attributes:
-        failed: a write in the background has failed on this process; ``wait`` raises its error.
+        failed: a background write has failed on this process; ``wait`` raises its error.
     """
 
     def __init__(self, run: Run) -> None:
@@ -88,18 +88,20 @@ class Saver:
         settled: Callable[[BaseException | None], Any] = _nothing,
         storage_options: Any = None,
     ) -> None:
-        """Write one checkpoint of the run to every path. Every rank must call.
+        """Write one checkpoint of the run to every path. Every rank must call this.
 
         Args:
-            paths: files, or folders under a strategy that writes in parts.
+            paths: files, or folders under a strategy that writes shards.
             weights_only: leave out what only a resume needs.
-            background: return when the state is copied; None: if that is faster, because the state is large.
+            background: return as soon as the state is copied; None: only where that is faster (large states, remote
+                storage).
             after: called on rank 0 when the files are on the disk, in the thread that wrote them.
-            settled: called in the main thread with None or the error; for a background write, by the next call here.
+            settled: called in the main thread with None or the error; for a background write, during the next call of
+                this saver.
             storage_options: for the CheckpointIO.
 
         Raises:
-            OSError: a file could not be written, of this save or the previous one.
+            OSError: a file of this save or the previous one could not be written.
         """
         self.wait()
         self._claim(paths)
@@ -134,7 +136,7 @@ class Saver:
             return
         places = [storage.location(path) for path in paths]
         folders = {place.parent for place in places if isinstance(place, Path)}
-        with suppress(OSError):  # that it cannot be written to is said by the write
+        with suppress(OSError):  # if a folder cannot be written to, the write raises
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
         self._run.claims.take(map(str, folders))
@@ -153,12 +155,12 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy that training does not change; raises here, not in the thread, for what a file cannot hold."""
+        """Return a copy that training does not change. Values that a file cannot hold raise here, not in the thread."""
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 
     @timed_in_run("wait_for_checkpoint")
     def wait(self, together: bool = True) -> None:
-        """Wait for the write in flight; raise its error on every rank. All call, unless ``together=False``."""
+        """Wait for the write in flight; raise its error on every rank. All ranks call, unless ``together=False``."""
         write = self._write
         if write is None:
             return

@@ -23,11 +23,11 @@ class TracedOptimizer:
     Torch breaks the graph at ``Optimizer.step``, looks for gradients before the graph computes them, and treats each
     learning rate as a constant. So the ``step`` of the optimizer's class is traced on an object that is not an
     ``Optimizer``, but shares attributes and state with it. Its parameter groups (``groups``) are copies with the
-    learning rate in a tensor; the optimizer's own keep numbers, which schedulers set.
+    learning rate in a tensor; the optimizer's own groups keep numbers, which schedulers set.
 
     Args:
         optimizer: stepped by the graph from then on.
-        cycled: a scheduler changes its momentum, which optimizers such as Adam have in ``betas``.
+        cycled: a scheduler changes its momentum, which optimizers such as Adam keep in ``betas``.
     """
 
     def __init__(self, optimizer: Optimizer, cycled: bool = False) -> None:
@@ -41,11 +41,11 @@ class TracedOptimizer:
         self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
         self.seen.__dict__ = vars(optimizer)
         self.raw_step = _without_torch_wrappers(type(optimizer).step)
-        setattr(optimizer, HAS_STEPPED, True)  # a scheduler warns where nobody called step()
+        setattr(optimizer, HAS_STEPPED, True)  # or a scheduler would warn that step() was not called
         self.refresh()
 
     def refresh(self) -> None:
-        """Update the copies: schedulers and others may have changed the groups."""
+        """Update the copies: schedulers and callbacks may have changed the groups."""
         given = self.optimizer.param_groups
         if len(given) != len(self.groups):
             self.groups[:] = [{} for _ in given]
@@ -63,7 +63,7 @@ class TracedOptimizer:
     def step(self) -> None:
         """The optimizer's step, to be traced."""
         for group in self.groups:
-            if "capturable" in group:  # no number leaves the graph
+            if "capturable" in group:  # no value may leave the graph
                 group["capturable"] = torch.compiler.is_compiling()
         with torch.no_grad():
             self.raw_step(self.seen)
@@ -84,7 +84,7 @@ class TracedOptimizer:
 
 
 class _Data:
-    """A number of a group as a tensor, which a graph treats as data instead of a constant."""
+    """A parameter group's number as a tensor, which a graph treats as data instead of a constant."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -92,7 +92,7 @@ class _Data:
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
     def now(self, number: Any) -> Tensor:
-        """The number as it is now; a tensor of the user's own as it is."""
+        """Return the number's current value as the tensor; return the user's own tensor unchanged."""
         if isinstance(number, Tensor):
             return number
         if number != self.number:
@@ -102,7 +102,7 @@ class _Data:
 
 
 def _without_torch_wrappers(step: Any) -> Any:
-    """The ``step`` of a class without torch's wrappers, which break graphs; others' wrappers stay."""
+    """The ``step`` of a class without torch's wrappers, which break graphs; other wrappers stay."""
     while hasattr(step, "__wrapped__") and step.__code__.co_filename == _TORCHS:
         step = step.__wrapped__
     return step

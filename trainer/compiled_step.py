@@ -35,7 +35,7 @@ MOST_SHAPES = 4
 
 
 class Switches:
-    """Switches of torch for tracing a whole step, set only while one compiles: setting them in every step is slow.
+    """Torch settings for tracing a whole step, set only while one compiles: setting them in every step is slow.
 
     ``wanted``: a whole step is running.
     """
@@ -54,7 +54,8 @@ class Switches:
             return
         import torch.compiler.config as compiler
 
-        # What a step reads of counters (``batch_idx``, ``self.global_step``) is no constant to compile anew for.
+        # Counters that a step reads (``batch_idx``, ``self.global_step``) must not become constants that force
+        # recompiles.
         sources = ",".join(filter(None, (compiler.dynamic_sources, "L['args'][1]")))
         self._on = ExitStack()
         self._on.enter_context(tracing_whole_steps())
@@ -71,11 +72,11 @@ _fits = count(1)
 
 
 class WholeStep:
-    """The compiled functions of a fit, and what they read.
+    """The compiled functions of a fit, and the state that they read.
 
     Attributes:
         accumulate: micro-batches in a window.
-        primed: the optimizer has made its state, so the graph can be compiled once for all steps.
+        primed: the optimizer has created its state, so the graph can be compiled once for all steps.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
@@ -100,15 +101,15 @@ class WholeStep:
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
 
     def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
-        """Compile a function under its own name, by which torch keeps compiled code and known shapes."""
+        """Compile a function under a unique name, because torch caches code and known shapes by name."""
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
         return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
-        """The function for a batch, with a graph of its own for each shape.
+        """The function for a batch, with its own graph for each shape.
 
-        Torch would make one graph for all shapes when it sees a second one, and a resumed run, which may see them in
-        another order, would round differently.
+        On a second shape, torch would switch to one graph for all shapes. A resumed run may see the shapes in another
+        order, and would then round differently.
         """
         key = shapes_of(batch) if self.by_shape else None
         found = self.batch_steps.get(key)
@@ -129,7 +130,7 @@ class WholeStep:
     def trace_batch(
         self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: Any
     ) -> tuple[Any, bool, Any]:
-        """One micro-batch and, if it is the last of its window (``complete``), the update.
+        """Run one micro-batch and, if it is the last of its window (``complete``), the update.
 
         Args:
             batch: on its device.
@@ -137,7 +138,7 @@ class WholeStep:
             by_items: whether ``num_items`` is expected.
             before: items of the window's earlier micro-batches, float64 of shape (), or None.
             complete: whether it is the window's last.
-            factor: the final factor of the window's gradients, unless they are weighed by items.
+            factor: the final factor of the window's gradients, unless they are weighted by items.
 
         Returns:
             The detached output, whether there was a usable loss, and the window's items so far.
@@ -160,10 +161,10 @@ class WholeStep:
             if total is not None:
                 factor = final_factor(total, self.unit)
             self.trace_update(factor)
-        return with_tensors(output, Tensor.detach), True, total  # backward has used up the graph
+        return with_tensors(output, Tensor.detach), True, total  # backward has freed the graph
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Backward; inside a window gradients are added in place."""
+        """Run backward; inside a window, gradients are added in place."""
         parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -199,7 +200,7 @@ class WholeStep:
     # ---- what the step calls ---------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call one of the compiled functions, then log what it logged; a RuntimeError if it is not one graph."""
+        """Call a compiled function, then log what it logged. Raises RuntimeError if torch cannot make it one graph."""
         self.optimizer.refresh()
         self.heard.clear()
         self.switches.wanted = True
@@ -213,8 +214,8 @@ class WholeStep:
             if call.options.enable_graph:
                 raise ValueError(
                     f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.run.trainer.compile!r}): "
-                    "backward has used up the graph behind the value inside of the compiled step. Leave enable_graph "
-                    "out, or use compile=True."
+                    "the compiled step runs backward, which frees the value's graph. Leave out enable_graph, or use "
+                    "compile=True."
                 )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found
@@ -223,17 +224,16 @@ class WholeStep:
         """The error for a step that torch cannot trace into one graph."""
         why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
         return RuntimeError(
-            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
-            f"torch cannot: {why} {advice} Or use compile=True, which compiles the networks and leaves the step Python."
+            f"Trainer(compile='step') compiles {self.owner}.training_step and the optimizer's step into one graph, "
+            f"but torch cannot do that: {why} {advice} Or use compile=True, which compiles the networks and leaves "
+            "the step in Python."
         )
 
     def changing(self) -> tuple[str, str]:
         """Why torch has compiled the step so often that it gave up, and what to do."""
         reason = self.watch.last_reason
-        why = (
-            f"what was true when it was last compiled is no longer true: {reason}" if reason else "it does not say why"
-        )
-        return f"it had to compile it again and again, and gave up; {why}.", advice_for(reason)
+        why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
+        return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
         """What torch cannot trace, and what to do."""
@@ -250,18 +250,18 @@ class WholeStep:
         return f"{said}{': ' + why if why else ''}.{where}", advice
 
     def step(self, losses: LossReader) -> CompiledStep:
-        """The step of an epoch; callbacks may have changed the accumulation since the last one."""
+        """Make an epoch's step; callbacks may have changed the accumulation since the last epoch."""
         check_trainer(self.run.trainer)
         return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
-        """Compile steps from now on: the optimizer has its state."""
+        """Compile steps from now on, because the optimizer has its state."""
         self.optimizer.settle(static=self.replays)
         self.primed = True
 
 
 def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
-    """The compiler of a fit's whole training step, or None; a ValueError for an optimizer that it does not support."""
+    """Return the compiler of a fit's whole training step, or None. Raises ValueError for unsupported optimizers."""
     if scope_of(run.trainer.compile) not in ("step", "graphs"):
         return None
     check_optimizers(run)
@@ -269,10 +269,10 @@ def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
 
 
 class CompiledStep(TrainStep):
-    """A step that calls one compiled function a batch.
+    """A step that calls one compiled function per batch.
 
-    The first update of a fit runs uncompiled: the optimizer makes its state, and mistakes in ``training_step`` raise
-    their own errors.
+    The first update of a fit runs uncompiled, so that the optimizer creates its state and mistakes in ``training_step``
+    raise their own errors.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
@@ -295,7 +295,7 @@ class CompiledStep(TrainStep):
             whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
         )
         if whole.replays:
-            output = with_tensors(output, Tensor.clone)  # the next replay writes to the memory of this one
+            output = with_tensors(output, Tensor.clone)  # the next replay overwrites this one's memory
         if not learned:
             return self.left_out(output)
         losses.form_known, losses.by_items = True, items is not None
@@ -306,7 +306,7 @@ class CompiledStep(TrainStep):
         return output
 
     def items(self) -> Tensor | None:
-        """The window's items so far, if losses are weighed by items."""
+        """The window's items so far, if losses are weighted by items."""
         items = self.losses.window.items
         if not self.state.window or not self.losses.by_items:
             return None
@@ -318,7 +318,7 @@ class CompiledStep(TrainStep):
         losses.form_known, losses.by_items = True, losses.window.unit is not None
         loss = losses.read(output)
         if loss is not None:
-            raise losses.problem(loss) or RuntimeError(f"{self.whole.owner}.training_step gave no usable loss.")
+            raise losses.problem(loss) or RuntimeError(f"{self.whole.owner}.training_step returned no usable loss.")
         return self.skip()
 
     def update(self) -> None:

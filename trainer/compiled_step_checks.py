@@ -1,4 +1,4 @@
-"""Errors for everything that a training step compiled as a whole does not support, before anything runs."""
+"""Raise, before anything runs, for everything that a training step compiled as a whole does not support."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 #: Hooks that run in the middle of a step.
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-#: Methods of a module that change what a step is.
+#: Methods of a module that change what a step does.
 METHODS = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
-_INSTEAD = "or use compile=True, which compiles the networks and leaves the step Python"
+_INSTEAD = "or use compile=True, which compiles the networks and leaves the step in Python"
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -38,19 +38,19 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if type(strategy) is not SingleDevice:
         raise ValueError(
-            f"{asked}, strategy={strategy.names[0] if strategy.names else type(strategy).__name__!r}): gradients that "
-            "processes share are communicated while backward runs, which is no part of the graph. Train on one device, "
+            f"{asked}, strategy={strategy.names[0] if strategy.names else type(strategy).__name__!r}): gradients are "
+            "reduced across processes while backward runs, which the graph cannot contain. Train on one device, "
             f"{_INSTEAD}."
         )
     if strategy.precision.scaler is not None:
         raise ValueError(
-            f"{asked}, precision={strategy.precision.name!r}): whether a step is taken depends on gradients that the "
-            f"host has to read. Use precision='bf16-mixed', {_INSTEAD}."
+            f"{asked}, precision={strategy.precision.name!r}): the host has to read the gradients to decide whether "
+            f"to step. Use precision='bf16-mixed', {_INSTEAD}."
         )
     if trainer.detect_anomaly:
         raise ValueError(
-            f"{asked}, detect_anomaly=True): there is no operation to name in a compiled step, and the loss is known "
-            "when the weights have changed. Look for the anomaly without compile."
+            f"{asked}, detect_anomaly=True): a compiled step has no single operation to name, and its loss is known "
+            "only after the weights have changed. Look for the anomaly without compile."
         )
     if scope == "graphs" and trainer.accumulate_grad_batches > 1:
         raise ValueError(
@@ -64,7 +64,7 @@ def check_module(run: Run) -> None:
     check_trainer(run.trainer)  # a callback may have changed it since
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:
-        _refuse(run, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
+        _refuse(run, f"{owner} uses manual optimization (automatic_optimization=False)", "Use automatic optimization")
     if takes_iterator(module.training_step):
         _refuse(run, f"{owner}.training_step takes dataloader_iter", "Use training_step(batch, batch_idx)")
     for name in METHODS:
@@ -72,7 +72,7 @@ def check_module(run: Run) -> None:
             _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
     for callback in run.trainer.callbacks:
         if overridden(callback, "around_training_step", Callback) is not None:
-            _refuse(run, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
+            _refuse(run, f"{type(callback).__name__} needs the loss before backward", "Leave it out")
     for name in HOOKS:
         for hook in getattr(run.hooks, name):
             who = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
@@ -87,16 +87,16 @@ def check_optimizers(run: Run) -> None:
         _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
     optimizer, name = found[0], type(found[0]).__name__
     if isinstance(optimizer, LBFGS):
-        _refuse(run, f"{name} evaluates the loss several times a step", "Use another optimizer")
+        _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
         _refuse(run, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
     if step_hooks(optimizer):
-        _refuse(run, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
+        _refuse(run, f"{name} has step hooks", "Move what they do to on_train_batch_end")
     own = vars(optimizer).get("step")
     if own is not None and not is_of_scheduler(own):
-        _refuse(run, f"step of this {name} was replaced", "Define step in a class")
+        _refuse(run, f"step was replaced on this {name}", "Define step in a class")
     if overridden(optimizer, "zero_grad", Optimizer) is not None:
         _refuse(run, f"{name}.zero_grad is not part of the graph", "Leave it out")
 

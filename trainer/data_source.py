@@ -44,7 +44,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run: those passed to the entry point (``given``, by stage), else from the loader hooks."""
+    """The loaders of one run, passed to the entry point (``given``, by stage) or made by the loader hooks."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run
@@ -56,8 +56,8 @@ class DataSource:
         self._loaded_at = 0
         self._validation_until = INF
         self._agreed_on: Any = None
-        self._is_elsewhere = False  # other processes made the run
-        self._is_mine = False  # the training loader was split here, so that all ranks must draw the same order
+        self._is_elsewhere = False  # the run happened in other processes
+        self._is_mine = False  # the training loader was split here, so all ranks must draw the same order
         #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
         self.last_share = 1.0
 
@@ -147,13 +147,13 @@ class DataSource:
         elif len(set(found)) > 1:
             self.num_training_batches = min(found)
             messages.warn(
-                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches; an epoch has "
-                f"{min(found)} on each, the rest is left out. Give every rank as many, or leave the sharding to "
-                "Trainer(use_distributed_sampler=True)."
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses "
+                f"{min(found)} per epoch and skips the rest. Give every rank the same number, or let "
+                "Trainer(use_distributed_sampler=True) do the sharding."
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """A function that asks, for each batch, whether every rank has one; None if the number is known beforehand."""
+        """A function that checks for each batch whether every rank has one; None if the number is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
@@ -168,20 +168,21 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """The number of batches between validations; inf: validate after the epoch's last."""
+        """The number of batches between validations; inf: validate after the epoch's last batch."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                    f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
+                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count across "
+                    "epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
             return INF
         if batches == INF:
             raise ValueError(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                f"Trainer: val_check_interval={interval} is a fraction of an epoch, but the train_dataloader has no "
                 "length. Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
@@ -198,11 +199,11 @@ class DataSource:
         owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
-                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+                f"A val_dataloader was given but {owner} has no validation_step, so there is no validation."
             )
         if step and not loader and run.state.fn == "fit":
             messages.warn_once(
-                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+                f"{owner}.validation_step exists, but there is no val_dataloader, so there is no validation."
             )
         return loader and step
 
@@ -259,7 +260,7 @@ class DataSource:
         return self._shown.get(stage)
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
-        """A function that returns the sample indices of each next batch; None if the order is not known beforehand."""
+        """A function that returns the next batch's sample indices; None if the order is not known in advance."""
         indices = batch_indices(loader)
         return None if indices is None else lambda: next(indices)
 
@@ -307,7 +308,7 @@ class DataSource:
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """The number of training batches to fetch; inf if the loader ends there by itself."""
+        """The number of training batches to fetch; inf if the loader ends there anyway."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

@@ -94,7 +94,7 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         found.append(timer)
     elif grace_seconds:
         raise ValueError(
-            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
+            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no time limit to stop before. Pass "
             "max_time, or leave it out."
         )
     check_state_keys(found)
@@ -177,8 +177,8 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
-                f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and {name}), so one "
-                "would overwrite the other. Remove one, or make one of a class with a key of its own: "
+                f"Two callbacks save their state under the same key {key!r} ({type(seen[key]).__name__} and {name}), "
+                "so one would overwrite the other. Remove one, or give one its own key with a subclass: "
                 f"class Second{name}({name}): state_key = 'Second{name}'"
             )
         seen[key] = callback

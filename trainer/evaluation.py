@@ -37,7 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions`` it collects what ``predict_step`` returns, with ``gather`` from all ranks.
+    With ``keep_predictions`` it collects what ``predict_step`` returns; with ``gather``, from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -80,7 +80,7 @@ class EvalLoop:
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
-        """The hooks and batches of the pass, with gradients off and the module in eval mode."""
+        """Run the hooks and batches of the pass, with gradients off and the module in eval mode."""
         run, metrics = self.run, self.metrics
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
@@ -127,7 +127,7 @@ class EvalLoop:
     def run_loader(  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None
     ) -> None:
-        """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""
+        """Run every batch of one loader. Steps and hooks get ``dataloader_idx`` if it is not None."""
         run, state, metrics = self.run, self.run.state, self.metrics
         starts, ends = self.hooks("batch_start"), self.hooks("batch_end")
         extra = () if dataloader_idx is None else (dataloader_idx,)
@@ -226,7 +226,7 @@ class EvalLoop:
         run.predict_batch_indices.append([])
 
     def check_length(self, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader that knows its length yielded another number of batches."""
+        """Raise if a loader that knows its length yielded a different number of batches."""
         if seen != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {seen} where "
@@ -237,7 +237,7 @@ class EvalLoop:
         """Whether a signal stops this pass between two batches.
 
         Not in a fit, which finishes its validations, and not if ranks may have different numbers of batches (the length
-        is not ``known``): ranks at the end of the pass would wait for those that stopped.
+        is not ``known``): ranks at the end of the pass would wait for the ranks that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
@@ -253,14 +253,14 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with a flag whether it counts."""
+        """The batches, each with a flag that says whether it counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
 
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
-        """The batches if a forward pass needs all ranks and their numbers of batches are unknown.
+        """Yield batches where a forward pass needs all ranks and their numbers of batches are unknown.
 
         A rank without further batches repeats its last one, which does not count, until all ranks are done.
         """
@@ -270,7 +270,7 @@ class EvalLoop:
             if batch is end and last is None:
                 raise RuntimeError(
                     f"Rank {strategy.global_rank} got no {self.word} batch while others did. Give every rank at least "
-                    "one: fewer processes, or more data."
+                    "one batch: use fewer processes or more data."
                 )
             last = last if batch is end else batch
             yield last, batch is not end
@@ -292,7 +292,7 @@ class EvalLoop:
 
 
 def show_results(results: list[dict[str, float]], fn: str) -> None:
-    """Print the logged values, a column per loader."""
+    """Print the logged values, with a column per loader."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What each hook calls: found once when a run starts, so that a step looks nothing up."""
+"""The callables of each hook, collected once when a run starts so that a step looks nothing up."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Bound = Callable[..., Any]
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
-    """The owner's method, or that of ``base`` if the owner's is None."""
+    """The owner's method, or ``base``'s if the owner's is None."""
     return overridden(owner, name, base) or partial(getattr(base, name), owner)
 
 
 class HookTable:
     """The callables of each hook in call order, with ``trainer`` and module already applied.
 
-    ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module, but at
-    the end of a batch or a validation those with ``runs_last`` come after it, to save what its hook did.
+    ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
+    end of a batch or a validation, callbacks with ``runs_last`` come after it, to save what its hook did.
     ``on_train_epoch_end_monitors`` has the callbacks that monitor metrics, ``on_train_epoch_end`` the others.
     """
 
@@ -99,7 +99,7 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
             if meant is not None:
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{meant!r}? Rename it (or give a method of your own a name that is less like a hook's)."
+                    f"{meant!r}? Rename it (if it is a method of your own, pick a name less like a hook's)."
                 )
     for name in known:
         method = overridden(owner, name, base)
@@ -124,7 +124,7 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 
 
 def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
-    """Raise if the hook ``name`` cannot be called as the loop will call it, with ``extra`` also ``dataloader_idx``."""
+    """Raise if the hook cannot be called as the loop will call it; ``extra`` adds the argument ``dataloader_idx``."""
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
@@ -167,5 +167,5 @@ def wanted_arguments(owner: Any, name: str) -> list[str]:
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()
     found = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     optional = {p.name for p in parameters if p.name == "dataloader_idx" and p.default is not p.empty}
-    skipped = 1 if defined is not None else 3  # self; of a callback's hook also trainer and module
+    skipped = 1 if defined is not None else 3  # self; for a callback's hook also trainer and module
     return [argument for argument in found[skipped:] if argument not in optional]

@@ -47,7 +47,7 @@ class LoggedValues(dict[str, Value]):
         raise MissingValueError(name, self._why(self, name))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # which torch.load(weights_only=True) takes
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts that
 
 
 class CallbackValues(LoggedValues["Tensor"]):
@@ -103,7 +103,7 @@ def sent_values(store: MetricStore) -> LoggedValues[float]:
 
 def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there: Mapping[str, Any], name: str) -> str:
     """Why there is no value ``name``, and when there will be one."""
-    listed = f"There are: {messages.names(sorted(there), 'and')}." if there else "There is none yet."
+    listed = f"Available: {messages.names(sorted(there), 'and')}." if there else "Nothing is available yet."
     for stage, record in store.known():
         if name not in record.keys:
             continue
@@ -115,9 +115,9 @@ def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there
                 f"{name!r} is logged with on_epoch=True, on_step={record.on_step}: it appears at the end of "
                 f"{_ENDS.get(stage, 'the epoch')}. {listed}"
             )
-        return f"{name!r} was not logged in this epoch yet. {listed}"
+        return f"{name!r} has not been logged in this epoch yet. {listed}"
     choices = {*there, *(key for _, record in store.known() for key in record.keys)}
     return (
-        f"{name!r} was not logged so far.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
-        f"self.log({name!r}, ...); the value of an epoch (on_epoch=True) at the end of its epoch."
+        f"{name!r} has not been logged yet.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
+        f"self.log({name!r}, ...), or with on_epoch=True at the end of the epoch."
     )

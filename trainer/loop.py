@@ -100,7 +100,7 @@ class FitLoop:
     def owed(self) -> Pending:
         """What was still to be done when the checkpoint was written; it is done even if a limit is reached.
 
-        The end of the training, or of an epoch that was cut short, is not if there is more to train now.
+        But if there is more to train now, neither the training nor an epoch that was cut short is ended.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -124,7 +124,7 @@ class FitLoop:
             self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
-        """One pass over the training data, from batch ``start_batch`` on."""
+        """Run one pass over the training data, from batch ``start_batch`` on."""
         run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
@@ -182,7 +182,7 @@ class FitLoop:
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
     def start_epoch(self) -> None:
-        """What comes before the first batch is fetched."""
+        """Do what comes before the first batch is fetched."""
         self.hand_steps.let_go()
         self.run.source.reload_if_due()
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
@@ -191,7 +191,7 @@ class FitLoop:
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def step(self) -> ManualStep:
-        """The step of an epoch; callbacks may have changed optimizers and accumulation since the last one."""
+        """Make an epoch's step; callbacks may have changed optimizers and accumulation since the last epoch."""
         if self.whole is not None:
             return self.whole.step(self.losses)
         empty = self.run.source.last_share == 0.0
@@ -203,7 +203,7 @@ class FitLoop:
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """The epoch's batches on the device, in an order that depends on (seed, epoch) alone."""
+        """The epoch's batches on the device, in an order that depends only on (seed, epoch)."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
@@ -257,9 +257,9 @@ class FitLoop:
         }
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """Do what follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.
+        """Do what follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, what is left.
 
-        ``reason`` is why the run stops after this batch, if it does. Returns it; validation may bring up a new one.
+        ``reason``: why the run stops after this batch, if it does. Returns it, or a new one from validation.
         """
         state, validation = self.state, self.validation
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
@@ -272,7 +272,7 @@ class FitLoop:
         return reason
 
     def finish_batch(self, schedules: Schedules) -> None:
-        """Do what was left after the batch at which the checkpoint was written."""
+        """Do what was left to do after the batch at which the checkpoint was written."""
         state = self.state
         if state.pending is SCHEDULERS:
             schedules.after_batch()
@@ -288,7 +288,7 @@ class FitLoop:
         self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
-        """Do what was left after ``on_train_epoch_end``, in which the checkpoint was written."""
+        """Do what was left to do after ``on_train_epoch_end``, where the checkpoint was written."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
@@ -305,7 +305,7 @@ class FitLoop:
         self.close_epoch(schedules, complete, outputs)
 
     def close_epoch(self, schedules: Schedules, complete: bool, outputs: Any = None) -> None:
-        """What follows ``on_train_epoch_end``."""
+        """Do what follows ``on_train_epoch_end``."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         results = metrics.finish_epoch()
         if complete and schedules.epoch_plateaus:
@@ -322,7 +322,7 @@ class FitLoop:
             messages.warn_once(
                 f"{type(self.run.module).__name__}.training_step stepped none of self.optimizers() in a whole epoch, "
                 "so global_step stays the same and no step metrics reach the loggers. Call self.optimizers().step() "
-                "instead of step() of the optimizer itself."
+                "instead of the original optimizer's step()."
             )
         if complete:
             self.enter_next_epoch()
@@ -343,7 +343,7 @@ class FitLoop:
         if asleep:
             messages.warn_once(
                 f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of the fit and stay "
-                "in it. Call module.train() before, unless they are meant to be frozen."
+                "in it. Call module.train() before fit, unless they are meant to be frozen."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
@@ -355,13 +355,13 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the run stops after the epoch's last batch; before that one, a signal ends the run at once."""
+        """Whether the epoch's last batch is done. If it is not, a signal ends the run at once."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch
 
     def finished(self) -> bool:
-        """Whether training is over, asked between epochs."""
+        """Whether training is over; called between epochs."""
         if self.at_limit():
             return True
         reason = self.stops.here()
@@ -399,7 +399,7 @@ class FitLoop:
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.run.strategy.global_rank} had batches left when another rank's train_dataloader ended "
-                f"after {seen} in epoch {self.state.epoch}: they are left out, so that no rank waits."
+                f"after {seen} in epoch {self.state.epoch}. They are skipped, so that no rank waits."
             )
         if seen == 0:
             raise RuntimeError(

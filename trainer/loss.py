@@ -1,4 +1,4 @@
-"""The loss in what ``training_step`` returned, its weight in the window, and the errors for what is no loss."""
+"""Read the loss from ``training_step``'s output, weight it in the window, and raise if it is not a loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LossReader:
     Attributes:
         together: a callback skips a batch on all ranks or on none.
         form_known: a loss was read, so later ones must have its form.
-        by_items: ``training_step`` returns ``num_items``, which weigh losses in ``window``.
+        by_items: ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, together: bool = False) -> None:
@@ -46,7 +46,7 @@ class LossReader:
             self.form_known, self.by_items = True, items is not None
         if (items is not None) != self.by_items:
             raise ValueError(
-                f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighed. "
+                f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighted. "
                 "Return it on every batch, or on none."
             )
         return loss if items is None else self.window.weigh(loss, items)
@@ -56,11 +56,11 @@ class LossReader:
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The items of the window under way and the unit they are weighed in, as plain data."""
+        """The items of the current window and the unit that weights them, as plain data."""
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`; outside a window only the unit."""
+        """Restore :meth:`state_dict`; outside a window, only the unit."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True
@@ -81,8 +81,8 @@ class LossReader:
         """The error for a loss whose backward failed; None if the loss is not the cause."""
         if not loss.requires_grad:
             return RuntimeError(
-                f"{self.owner} returned a loss that no parameter can learn from: it has no graph "
-                "(requires_grad=False). Compute it from the module's output without .item(), .detach() or "
+                f"{self.owner} returned a loss that does not require gradients, so nothing can be trained. Compute it "
+                "from the module's output without .item(), .detach() or "
                 "torch.no_grad(), check that some parameters are not frozen, or return None to skip this batch."
             )
         return None if loss.numel() == 1 else self._no_loss(loss, loss)
@@ -92,8 +92,8 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before the "
-                "weights are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the "
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
+                "the weights are corrupted. Look at the batch and the learning rate; torch's anomaly trace names the "
                 "operation in backward."
             )
         return output
@@ -144,9 +144,10 @@ class LossWatch:
         self.warned = True
         messages.warn(
             f"{name} is {losses[name]} by step {step}, epoch {epoch}. Training continues, but a loss that is not "
-            "finite spoils the weights, and every checkpoint saved after it holds them. Check the data and the "
-            "learning rate. The callback LossGuard leaves out such batches or goes back to a good checkpoint; "
-            "Trainer(detect_anomaly=True) stops at the first such loss; it names the operation if backward made it."
+            "finite corrupts the weights and every checkpoint saved from then on. Check the data and the "
+            "learning rate. The LossGuard callback skips such batches or returns to a good checkpoint. "
+            "Trainer(detect_anomaly=True) stops at the first such loss, and names the operation if it arose in "
+            "backward."
         )
 
 

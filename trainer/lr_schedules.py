@@ -29,7 +29,7 @@ class Schedules:
         self.per_batch = bool(self.step or self.epoch)
 
     def after_batch(self) -> None:
-        """Advance what follows this batch: "step" schedulers if it stepped, "epoch" ones if it was the last."""
+        """Advance the schedulers due after a batch: "step" ones if it stepped, "epoch" ones if it was the last."""
         state = self.run.state
         if state.stepped and self.step:
             self.advance(self.step, state.updates)
@@ -55,7 +55,7 @@ class Schedules:
             metrics.enter(phases.ON_TRAIN_EPOCH_END if run.state.epoch_done else phases.TRAIN_BATCH)
 
     def missing_monitor(self, config: SchedulerConfig) -> None:
-        """Raise, or warn without ``strict``, because the value of a plateau scheduler was not logged."""
+        """Raise (or warn, if not ``strict``) that a plateau scheduler's monitored value was not logged."""
         logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
             f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "

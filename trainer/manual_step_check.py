@@ -1,4 +1,4 @@
-"""Errors if the user's code steps or runs backward although the trainer does it."""
+"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stepped(module: Any) -> RuntimeError:
     """The error for an optimizer that was stepped by hand."""
     owner = type(module).__name__
     return RuntimeError(
-        f"{owner} stepped its optimizer by hand, but the run steps it too, so each batch would count twice. To do "
+        f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss). Or only return the loss, and leave backward(), step() and zero_grad() to the "
         "trainer."
@@ -33,22 +33,22 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
         return None
     owner = type(module).__name__
     by_hand = (
-        f"{owner}.training_step ran backward itself, but the run runs it too, on the loss that is returned. To do "
+        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the returned loss. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss) and self.optimizers().step(). Or leave loss.backward() out."
     )
     if first_batch:
         return RuntimeError(by_hand)
     return RuntimeError(
-        f"The loss of {owner}.training_step depends on a tensor of an earlier batch, whose graph is gone: detach what "
-        f"is kept from batch to batch (self.hidden = hidden.detach()). Or {by_hand}"
+        f"The loss of {owner}.training_step depends on a tensor from an earlier batch, whose graph was freed: detach "
+        f"what you keep between batches (self.hidden = hidden.detach()). Or {by_hand}"
     )
 
 
 class HandSteps:
     """Raises if the user's code steps an optimizer of the fit, during the first :data:`UPDATES` updates.
 
-    Those that ``self.optimizers()`` returns always raise.
+    The wrapped optimizers that ``self.optimizers()`` returns always raise.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,7 +64,7 @@ class HandSteps:
         managed, update = self.run.managed[0], getattr(step, step.UPDATE)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            # A fit that an error ends before its first updates leaves this on the optimizer.
+            # If an error ends a fit before its first updates, this hook stays on the optimizer.
             fit = self.run.fit
             if fit is not None and fit.hand_steps is self and self.run.trainer.training and not managed.expected:
                 raise stepped(self.run.module)
@@ -83,7 +83,7 @@ class HandSteps:
         setattr(step, step.UPDATE, counted)
 
     def let_go(self) -> None:
-        """Stop watching until the next epoch: what runs in between, such as a search, steps by itself."""
+        """Stop watching until the next epoch, because code in between, such as a tuner, steps the optimizer itself."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

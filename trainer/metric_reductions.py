@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
-#: Groups that a table keeps, at most.
+#: The most groups that a table keeps.
 MOST_GROUPS = 16
 
 
@@ -44,12 +44,12 @@ class Record:
     """The last value of a name. Subclasses add what they keep over the epoch.
 
     A value on the CPU is kept as a Python number, which is cheaper than detaching the tensor and safe from in-place
-    changes. On a device it is copied there, so that nothing waits.
+    changes. A value on a device is copied there, so that nothing waits.
 
     Attributes:
         fresh: updated since it was last sent to the loggers.
         seen: updated since the epoch began.
-        shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
+        shared: the epoch's value (across all processes if they share it), if it was computed since the last update.
         alone: not shared, or no other process logs the name.
         dtype: of the tensor that is monitored.
         resumed: restored from a checkpoint, and not logged since.
@@ -98,11 +98,14 @@ class Record:
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device. If it is shared, every process must call."""
+        """The epoch's value: a number, or a scalar tensor on its device.
+
+        If it is shared, all processes must call this.
+        """
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Whether a checkpoint kept these options (reductions by name, no process group)."""
+        """Whether these options equal the restored ones (reductions by name, no process group)."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -136,7 +139,7 @@ class Record:
 class Table(dict[str, Record]):
     """The records of one stage, moment and loader, by name.
 
-    ``groups`` has those of each call of ``self.log_dict``, by names or by the identities of collection and metrics.
+    ``groups`` has the records of each ``self.log_dict`` call, by names or by the ids of the collection and its metrics.
     """
 
     __slots__ = ("groups",)
@@ -145,16 +148,16 @@ class Table(dict[str, Record]):
         self.groups: dict[Any, Group] = {}
 
     def group(self, key: Any, group: Group) -> None:
-        """Keep a group, but not every one if the names change all the time."""
+        """Keep a group; forget the earlier ones if there are too many, as when the names keep changing."""
         if len(self.groups) >= MOST_GROUPS:
             self.groups.clear()
         self.groups[key] = group
 
 
 class Group:
-    """The records of one call of ``self.log_dict``, so that further calls look nothing up by name.
+    """The records of one call of ``self.log_dict``, so that later calls look nothing up by name.
 
-    A call with other ``arguments`` is another group. ``collection``: a ``MetricCollection``, or None for a dict.
+    A call with other ``arguments`` makes another group. ``collection``: a ``MetricCollection``, or None for a dict.
     """
 
     __slots__ = ("arguments", "collection", "records")
@@ -174,7 +177,7 @@ class Group:
 
 
 class SumRecord(Record):
-    """Sum over the epoch, in float64 if the device has it, so that a million float32 terms lose nothing."""
+    """Sum over the epoch, in float64 if the device has it, so that a million float32 terms lose no precision."""
 
     reduction = "sum"
     weighted = False
@@ -292,7 +295,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Take another process's extreme if it is one for both."""
+        """Take another process's extreme if it is the more extreme one."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 
@@ -308,8 +311,8 @@ class MetricRecord(Record):
     def update(self, value: Any, batch_size: int | None) -> None:
         if value is not self.metric:
             raise ValueError(
-                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be "
-                "lost. Create the metric once in __init__ and log that object."
+                f"self.log({self.key!r}) got a different {type(value).__name__} object than last time, so the "
+                "metric's state would be lost. Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
         self.shared = self.value = None
@@ -362,10 +365,10 @@ def make_record(
     dataloader_idx: int | None,
     weigh: Callable[[str], int],
 ) -> Record:
-    """Check a first call of ``self.log`` and make the record that fits it.
+    """Check the first ``self.log`` call with a name and make the matching record.
 
     Raises:
-        TypeError: the name is no string, or the value is no number.
+        TypeError: the name is not a string, or the value is not a number.
         ValueError: a tensor of more than one element, contradictory flags, an unknown reduction.
     """
     if not isinstance(name, str):
@@ -401,18 +404,18 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
     on_epoch = not moment.on_step if options.on_epoch is None else options.on_epoch
     if on_step and not moment.step_allowed:
         raise ValueError(
-            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once an epoch. "
+            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once per epoch. "
             "Leave on_step out, or log it in a step."
         )
     if not on_step and not on_epoch:
         raise ValueError(
-            f"self.log({name!r}, on_step=False, on_epoch=False) would keep the value nowhere. Set one of them to True."
+            f"self.log({name!r}, on_step=False, on_epoch=False) would discard the value. Set one of them to True."
         )
     return on_step, on_epoch
 
 
 def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """The name of a reduction; an error for an unknown one."""
+    """Return a reduction's name; raise for an unknown one."""
     functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
     functions |= {min: "min", max: "max", sum: "sum"}
     found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
@@ -443,7 +446,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """``value`` with shape (), or an error that names it."""
+    """Return ``value`` with shape (); raise an error that names it if it has more than one element."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -455,13 +458,13 @@ def scalar(name: str, value: Tensor) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """``value`` as a float, or an error that names it."""
+    """Return ``value`` as a float; raise an error that names it if it is not a number."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
         if not isinstance(value, str):
             return float(value)
-    except (TypeError, ValueError):  # it is no number: said below
+    except (TypeError, ValueError):  # not a number: raised below
         pass
     raise TypeError(
         f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "

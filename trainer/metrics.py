@@ -1,4 +1,4 @@
-"""What ``self.log`` writes to.
+"""The store that ``self.log`` writes to.
 
 The first call with a name checks everything and makes a record; each further call is one dictionary lookup and one
 update of the record, on the value's device. Values leave the device together, once per flush, without waiting for it.
@@ -36,13 +36,13 @@ class MetricStore:
     """All values logged in a run, by stage, moment and loader.
 
     Attributes:
-        records: the table that ``self.log`` now uses.
-        batch: the current batch, whose size weighs epoch means.
+        records: the table that ``self.log`` currently uses.
+        batch: the current batch, whose size weights epoch means.
         epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
         listener: gets what a step logs while it runs on a micro-batch.
-        losses: checks losses that have reached the host; None: nothing does.
+        losses: checks losses that have reached the host; None: no check.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -67,7 +67,7 @@ class MetricStore:
         self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Bind what a profiler times through its ``around``."""
+        """Wrap the methods that a profiler times with its ``around``."""
         for name in ("flush_step", "send_epoch", "finish_epoch", "drain"):
             setattr(self, name, around(f"[Logging].{name}", getattr(self, name)))
 
@@ -158,13 +158,13 @@ class MetricStore:
         if size is None:
             messages.warn_once(
                 f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} "
-                f"weighs every batch alike. Pass self.log({name!r}, ..., batch_size=...) to weigh by samples."
+                f"gives every batch the same weight. Pass self.log({name!r}, ..., batch_size=...) to weight by samples."
             )
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
-                f"The batch holds tensors of different first dimensions ({', '.join(map(str, sizes))}); {size} was "
-                f"taken as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to "
+                f"The batch holds tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} was "
+                f"used as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to "
                 "be sure."
             )
         self._sized = (batch, size)
@@ -174,8 +174,8 @@ class MetricStore:
     def muted(self, module: nn.Module) -> Iterator[None]:
         """Context in which neither logged values nor updates of the module's torchmetrics count.
 
-        For a batch that a process runs only because the others do. Names that it logs for the first time stay known,
-        so that every process shares the same ones.
+        For a batch that a process runs only because the others do. Names that are first logged here stay known, so that
+        all processes share the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
@@ -186,7 +186,7 @@ class MetricStore:
         logged = dict(sharing.pending)
         forget()
         sharing.muted = True
-        sharing.pending.update(logged)  # they show what the others logged
+        sharing.pending.update(logged)  # needed for sharing with the other processes
         for name in table.keys() - known:
             table[name].seen = True
         for metric, state, updates in states:
@@ -319,12 +319,15 @@ class MetricStore:
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Allow the epoch's values to be computed; shared ones are at once, so that one process may read them alone."""
+        """Allow the epoch's values to be computed.
+
+        Shared ones are computed now, so that one process can read them alone.
+        """
         self.epoch_ended = True
         self._share()
 
     def _share(self) -> None:
-        """Reduce what was logged since the last time over all processes, which must all call."""
+        """Reduce what was logged since the last call across all processes; every process must call this."""
         if self.strategy.world_size == 1:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
@@ -343,7 +346,7 @@ class MetricStore:
             )
 
     def finish_epoch(self) -> list[Result]:
-        """Compute the stage's epoch values and reset. Returns (loader, record, value) of each."""
+        """Compute the stage's epoch values and reset. Returns (loader, record, value) for each."""
         self._share()
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
         results: list[Result] = []
@@ -362,7 +365,7 @@ class MetricStore:
         for sharing in self._sharings.values():
             sharing.pending.clear()
         for table in self._tables.values():
-            table.groups.clear()  # what is collected next may have the identity of what was
+            table.groups.clear()  # a later collection may get the id of a deleted one
         self.epoch_ended = False
         self.batch = self._sized = None
         return results
@@ -383,7 +386,7 @@ class MetricStore:
         return numbers
 
     def look_at_losses(self, output: Any) -> None:
-        """Check the last losses of an epoch, also that of ``output``, the last step's (this waits for the device)."""
+        """Check an epoch's last losses, including the last step's in ``output`` (this waits for the device)."""
         if self.losses is not None and not self.losses.warned:
             values = self.losses.among(self._finished)
             self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
@@ -412,7 +415,7 @@ class MetricStore:
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """The function that weighs values logged in a moment."""
+        """The function that returns the weight of values logged in a moment."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,7 +432,7 @@ class MetricStore:
         self._bar.keep(found["bar"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`."""
+        """Restore :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
         self._eval_steps = dict(state["eval"])
 
@@ -448,7 +451,7 @@ def to_host(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _stacked(values: Iterable[Tensor]) -> Tensor:
-    """Scalar tensors of one device as one, in float64 where the device has it."""
+    """Stack scalar tensors of one device, in float64 if the device supports it."""
     return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
 
 

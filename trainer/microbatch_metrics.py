@@ -1,6 +1,6 @@
-"""``self.log`` under a strategy that runs a step on micro-batches: one value a batch, the same on every rank.
+"""``self.log`` under a strategy that runs a step on micro-batches: one value per batch, the same on every rank.
 
-The values of a batch's micro-batches are combined (means weighed by samples), sent from the rank that has them to all
+The values of a batch's micro-batches are combined (means weighted by samples), sent from the rank that has them to all
 others, and logged there as if the step had run once on the whole batch.
 """
 
@@ -31,7 +31,7 @@ class Logged(NamedTuple):
 
 
 class JoiningStep:
-    """A step that is called with micro-batches; keeps what it logs."""
+    """Calls a step with micro-batches and keeps what it logs."""
 
     def __init__(self, step: Callable[..., Any], name: str, module: nn.Module, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
@@ -40,7 +40,7 @@ class JoiningStep:
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; one that runs again replaces what it logged before."""
+        """Run the step on a micro-batch; running it again replaces what it logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
@@ -69,7 +69,7 @@ class JoiningStep:
         if options.sync_dist_group is not None:
             raise ValueError(
                 f"self.log({first.name!r}, sync_dist_group=...) in a step that runs on micro-batches: its values are "
-                "brought to all processes of a pipeline first. Leave sync_dist_group out."
+                "first sent to all processes of the pipeline. Leave sync_dist_group out."
             )
         if isinstance(value, nn.Module):
             name = next((name for name, module in self.module.named_modules() if module is value), None)
@@ -90,7 +90,7 @@ class JoiningStep:
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
 
     def _shown(self, metric: Any, options: Options) -> Any:
-        """A metric object's step value: that of the last micro-batch; 0 if step values are not logged."""
+        """A metric object's step value, from the last micro-batch; 0 if step values are not logged."""
         on_step = self.store.moment.on_step if options.on_step is None else options.on_step
         if not on_step:
             return 0.0
@@ -143,7 +143,7 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function while ``listener`` returns what is used instead of each record."""
+    """Call a function; for each name it logs, ``listener`` returns the object to use instead of a record."""
     before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
     store.listener = listener
     try:

@@ -49,7 +49,7 @@ class LogOptions(TypedDict, total=False):
 
 
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
-    """A ``torch.nn.Module`` that says what one step of it is. Subclass it; give it to ``Trainer.fit``.
+    """A ``torch.nn.Module`` that defines its own training step. Subclass it and pass it to ``Trainer.fit``.
 
     Define ``training_step`` and ``configure_optimizers``, and the other steps and hooks that you need. A method counts
     as defined if the class defines it or the instance has it (``module.training_step = f`` works); None means "not
@@ -69,7 +69,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
-    #: Keys of a checkpoint that hold the hyperparameters, and the argument that takes them as one.
+    #: Checkpoint keys: the hyperparameters, the name of the argument that takes them all, and their type.
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "hparams_type"
@@ -87,8 +87,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if any(map(is_in_parts, self.parameters())):
             raise TypeError(
-                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights in parts. Save "
-                "it with trainer.save_checkpoint(path) and read it with load_from_checkpoint(path)."
+                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights into parts. "
+                "Save it with trainer.save_checkpoint(path) and load it with load_from_checkpoint(path)."
             )
         return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", COMPILED_CALL)}
 
@@ -100,7 +100,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ``training_step(batch)`` and ``training_step(dataloader_iter)`` work too.
 
         Returns:
-            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weigh micro-batches of
+            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weight micro-batches of
             different sizes exactly, the number of items its mean is over under ``"num_items"``; None skips the batch.
         """
         raise NotImplementedError(
@@ -112,7 +112,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no validation_step. Define it to validate.")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``validation_step``, for ``Trainer.test``."""
+        """Like ``validation_step``, for ``Trainer.test``."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step. Define it to test.")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -140,7 +140,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> None:
         """Log a number under a name: for the loggers, the bar and callbacks that monitor it.
 
-        In a training step the step's value is kept, in evaluation steps the epoch's mean, weighed by batch size.
+        Training steps keep the step's value; evaluation steps keep the epoch's mean, weighted by batch size.
 
         Args:
             name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
@@ -152,17 +152,17 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             on_epoch: reduce over the epoch. None: False in training steps, else True.
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
-            sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
-                values as well, by ``reduce_fx``, all together at the end of the batch; False: neither.
+            sync_dist: reduce across all processes. None: only epoch values, which then equal a one-process run's; True:
+                step values as well, by ``reduce_fx``, all together at the end of the batch; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
-            batch_size: weight of this value in an epoch mean. None: found in the batch.
+            batch_size: weight of this value in an epoch mean. None: read from the batch.
             metric_attribute: accepted for compatibility, not needed.
             rank_zero_only: called on rank 0 only; such a value cannot be monitored.
 
         Raises:
-            ValueError: no single number, contradictory flags, or other arguments than at the first call.
-            RuntimeError: logging makes no sense in this hook.
+            ValueError: not a single number, contradictory flags, or different arguments than in the first call.
+            RuntimeError: this hook cannot log values.
         """
         store = self._metric_store
         if store is None:
@@ -265,7 +265,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """The optimizer, or a list if there are several.
 
         Args:
-            use_pl_optimizer: wrapped as the trainer manages them (precision, counting); False: as you made them.
+            use_pl_optimizer: if True, return the trainer's wrapped optimizers, which handle precision and step
+                counting; if False, the ones you created.
         """
         trainer = self.trainer
         found = trainer.current_run.managed if use_pl_optimizer else trainer.optimizers
@@ -281,7 +282,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """For manual optimization: ``loss.backward()`` through precision and strategy."""
+        """For manual optimization: call this instead of ``loss.backward()``, so that precision and strategy apply."""
         trainer = self.trainer
         if self.automatic_optimization:
             raise RuntimeError(
@@ -312,7 +313,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None.
 
-        A ``OneCycleLR`` that is over, also one inside another schedule, keeps its last learning rate, with a warning.
+        A ``OneCycleLR`` that has finished (also inside another schedule) keeps its last learning rate, with a warning.
         """
         if metric is not None:
             scheduler.step(metric)
@@ -338,10 +339,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
-        """Clip the gradients of an optimizer's parameters, unscaled first under fp16, over all shards.
+        """Clip the gradients of an optimizer's parameters across all shards; under fp16, unscale them first.
 
         Args:
-            optimizer: whose parameters.
+            optimizer: the optimizer that steps the parameters.
             gradient_clip_val: the largest norm or value; None: do nothing.
             gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
         """
@@ -384,13 +385,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def freeze(self) -> Self:
-        """Stop all parameters from learning and go to eval mode."""
+        """Set ``requires_grad=False`` on all parameters and switch to eval mode."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Let all parameters learn and go to train mode."""
+        """Set ``requires_grad=True`` on all parameters and switch to train mode."""
         for parameter in self.parameters():
             parameter.requires_grad_(True)
         return self.train()
@@ -422,7 +423,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             module.__dict__["_trainer"], module.__dict__["_metric_store"] = trainer, store
 
     def _end_run(self) -> None:
-        """Let ``self.log`` have no effect from now on."""
+        """Make ``self.log`` do nothing from now on."""
         self._tie({module: (trainer, None) for module, (trainer, _) in self._family().items()})
 
     @property
@@ -437,25 +438,25 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """This process among all; 0 without a trainer."""
+        """This process's rank among all; 0 without a trainer."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """This process on its node; 0 without a trainer."""
+        """This process's rank on its node; 0 without a trainer."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the trainer's device for a module without any; CPU without a trainer."""
+        """Where the parameters are; without parameters the trainer's device; without a trainer the CPU."""
         for tensor in self.parameters():
-            if not tensor.is_meta or self._trainer is None:  # in a pipeline other processes hold some of them
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline, other processes hold some
                 return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the floating-point parameters; torch's default without any."""
+        """The dtype of the floating-point parameters; torch's default if there are none."""
         for tensor in self.parameters():
             if tensor.is_floating_point():
                 return tensor.dtype
@@ -467,12 +468,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        """Stack tensors of all processes along a new first dimension (not added with a single process)."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint must have the module's names; setting None means yes."""
+        """Whether a checkpoint's names must match the module's; setting None means yes."""
         return self._strict_loading is not False
 
     @strict_loading.setter
@@ -494,12 +495,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Build a module from a checkpoint's hyperparameters and load its weights.
 
         Args:
-            checkpoint_path: a checkpoint of Paceline, or a Lightning ``.ckpt``.
+            checkpoint_path: a Paceline checkpoint, or a Lightning ``.ckpt``.
             map_location: where to put the tensors; CPU by default.
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
             strict: all keys must match; None: the module's ``strict_loading``.
             weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
-            **kwargs: constructor arguments; they win over the saved ones.
+            **kwargs: constructor arguments; they override the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 

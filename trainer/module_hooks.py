@@ -1,4 +1,4 @@
-"""The hooks of a module, with empty bodies. When each runs is drawn in ``callbacks/base.py``."""
+"""The hooks of a module, with empty bodies. ``callbacks/base.py`` shows when each runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks:
-    """What a module can define to act during its own run. Same moments and rights as a callback's hooks.
+    """Hooks that a module can define to act during its run. They run when a callback's hooks run, with the same rights.
 
     Each runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
@@ -28,7 +28,10 @@ class ModuleHooks:
     # ---- set up ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or unpack, once a node (local rank 0). Must not set attributes: other ranks would not have them."""
+        """Download or unpack, once per node (local rank 0).
+
+        Must not set attributes: other ranks would not have them.
+        """
 
     def setup(self, stage: str) -> None:
         """When an entry point begins, named by ``stage`` (``"fit"``, ``"validate"``, ...). May build layers."""
@@ -40,16 +43,16 @@ class ModuleHooks:
         """Build or shard large layers here. Runs at every entry point, so it must not build twice."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks the module brings; one of a type the Trainer has already replaces it."""
+        """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""
         return []
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Once a fit, when the module is on its device and the optimizers exist."""
+        """Once per fit, when the module is on its device and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """Once a fit, after ``on_train_end``."""
+        """Once per fit, after ``on_train_end``."""
 
     def on_train_start(self) -> None:
         """Before the first epoch of a fit."""
@@ -67,7 +70,7 @@ class ModuleHooks:
         """Before each training batch; -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """After each training batch, its update included. ``outputs["loss"]``: detached scalar, shape ()."""
+        """After each training batch, including its update. ``outputs["loss"]``: detached scalar, shape ()."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Before each backward. ``loss``: scalar, shape (), divided by the accumulation, unscaled."""

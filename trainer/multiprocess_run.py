@@ -1,4 +1,4 @@
-"""A run in processes that were started for it, whose result is brought back to this process.
+"""Run in processes that are started for the purpose, and bring the result back to this process.
 
 Afterwards everything works as after a run in this process. The user's objects stay the same ones: the Trainer, the
 module and its parameters, callbacks and loggers get the values that they have on rank 0. What cannot be pickled (an
@@ -94,7 +94,7 @@ def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
 
 
 def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
-    """Optimizers and schedulers, pickled; a text that says why if they cannot be."""
+    """Pickle the optimizers and schedulers; return a string that says why if they cannot be pickled."""
     training = {"optimizers": run.optimizers, "schedulers": run.lr_scheduler_configs, "states": states}
     try:
         return _pickled(training, _anchors(run), _WriterOfTraining)
@@ -173,7 +173,7 @@ def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> Non
 
 
 def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
-    """Load the weights, whole under every strategy; return what does not fit."""
+    """Load the weights, unsharded under every strategy; return what does not match."""
     result = module.load_state_dict(weights, strict=False)
     odd = sorted({*result.missing_keys, *result.unexpected_keys})
     if not odd:
@@ -181,14 +181,14 @@ def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
     which = f"{messages.names(odd[:10], 'and')}{' ...' if odd[10:] else ''}"
     messages.warn(
         f"The processes that ran {type(module).__name__} changed its layers in a way that could not be brought back: "
-        f"{which}. The other weights are here. Make layers in __init__ or configure_model, of classes that are defined "
-        "at the top level of a file."
+        f"{which}. The other weights were brought back. Create layers in __init__ or configure_model, from classes "
+        "that are defined at the top level of a file."
     )
     return f"the layers differ: {which}"
 
 
 def _take_training(run: Run, packed: bytes | str) -> str:
-    """Take over the run's optimizers and schedulers; return why there are none."""
+    """Take over the run's optimizers and schedulers; return why that is impossible, or an empty string."""
     run.optimizers, run.lr_scheduler_configs = [], []
     if isinstance(packed, str):
         return packed
@@ -267,12 +267,12 @@ def _portable(
 def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = None) -> bytes | None:
     try:
         return _pickled(value, anchors, writer or _Writer)
-    except Exception:  # an open file, a live display, a lock: of its process only
+    except Exception:  # an open file, a live display, a lock: tied to its process
         return None
 
 
 class _Writer(pickle.Pickler):
-    """Writes names for what both processes have, and tensors on the CPU without their graph."""
+    """Pickles objects that both processes have as names, and tensors as CPU tensors without their graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
@@ -293,7 +293,7 @@ class _Writer(pickle.Pickler):
 
 
 class _WriterOfLayers(_Writer):
-    """Writes layers as they were before they were sharded, with memory for the weights."""
+    """Pickles layers as they were before sharding, with uninitialized memory for the weights."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and (FSDP_MARK in vars(obj) or "forward" in vars(obj)):
@@ -307,7 +307,7 @@ class _WriterOfLayers(_Writer):
 
 
 class _WriterOfTraining(_Writer):
-    """Writes optimizers without their states, which may be sharded, and schedulers, also with a lambda."""
+    """Pickles optimizers without their states, which may be sharded, and schedulers even if they use a lambda."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Optimizer):
@@ -325,7 +325,7 @@ def _can_be_imported(function: FunctionType) -> bool:
 
 
 def _left_behind(name: str) -> Callable[..., Any]:
-    """Replaces a function that could not be brought here."""
+    """Return a stand-in for a function that could not be brought here; it raises when called."""
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

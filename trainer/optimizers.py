@@ -33,7 +33,7 @@ class SchedulerConfig:
     Attributes:
         scheduler: anything with ``step()``.
         interval: ``"epoch"`` or ``"step"`` (an optimizer update).
-        frequency: advance every so many intervals.
+        frequency: number of intervals from one advance to the next.
         monitor: the logged name a plateau scheduler looks at.
         strict: raise, rather than warn, when ``monitor`` was not logged.
         name: what ``LearningRateMonitor`` calls it.
@@ -50,12 +50,12 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """What ``self.optimizers()`` gives: its ``step`` goes through precision and strategy and is counted.
+    """Returned by ``self.optimizers()``: its ``step`` goes through precision and strategy and is counted.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` at its last step: older gradients are used up.
+        stepped_at: ``trainer.state.batches`` at its last step: older gradients have been used.
         expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
@@ -73,7 +73,7 @@ class ManagedOptimizer:
             **arguments: further ones of the optimizer's ``step``.
 
         Raises:
-            RuntimeError: automatic optimization steps it already.
+            RuntimeError: automatic optimization already steps it.
         """
         if self._run is None:
             return self.optimizer.step(closure, **arguments)
@@ -88,7 +88,7 @@ class ManagedOptimizer:
         with _passing(self.optimizer, arguments) if arguments else nullcontext():
             stepped = run.strategy.optimizer_step(self.optimizer, closure)
         self.stepped_at = state.batches
-        if stepped and (by_hand or state.window):  # a window without a batch in it is no step
+        if stepped and (by_hand or state.window):  # an empty window does not count as a step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
@@ -198,14 +198,14 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer. Return "
+            f"{owner} returned {shown}: fit runs without an optimizer, and the trainer changes no weights. Return "
             "the optimizer if weights should change."
         )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
-            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param "
-            "groups."
+            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps only one. Set "
+            "self.automatic_optimization = False in __init__ and step them in training_step, or merge them into one "
+            "with param groups."
         )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
@@ -282,7 +282,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         settings["interval"] = "step"
         messages.info_once(
             f"{type(scheduler).__name__} advances every optimizer step, so interval='step' is used. Return "
-            "{'scheduler': ..., 'interval': 'epoch'} to advance it once an epoch instead."
+            "{'scheduler': ..., 'interval': 'epoch'} to advance it once per epoch instead."
         )
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     config = SchedulerConfig(**settings)
@@ -294,7 +294,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         )
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
-            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
+            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to react to. Return "
             "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
     if config.reduce_on_plateau:

@@ -1,10 +1,10 @@
-"""The moments of a run that ``self.log`` distinguishes; the loop enters them, a few times an epoch."""
+"""The moments of a run that ``self.log`` distinguishes; the loop enters them, a few times per epoch."""
 
 from __future__ import annotations
 
 
 class Moment:
-    """A part of a run in which ``self.log`` behaves in one way.
+    """A part of a run in which ``self.log`` follows the same rules.
 
     Args:
         name: the hook or step, as the user knows it.

@@ -17,12 +17,12 @@ Plugin = Precision | CheckpointIO | ClusterEnvironment | TorchSyncBatchNorm
 
 @dataclass
 class Plugins:
-    """What was given.
+    """The given plugins, by what they replace.
 
     Attributes:
         precision: the Precision; None if there is none.
         checkpoint_io: what writes and reads checkpoints; None if there is none.
-        environment: how the launcher tells a process its rank; None: found out.
+        environment: how the launcher tells a process its rank; None: detected.
         sync_batchnorm: whether batch norms see the batches of all processes.
     """
 
@@ -36,8 +36,8 @@ def sort_plugins(given: Any) -> Plugins:
     """Find out what each object replaces.
 
     Raises:
-        TypeError: one replaces nothing.
-        ValueError: two replace the same.
+        TypeError: an object replaces nothing.
+        ValueError: two objects replace the same part.
     """
     plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, TorchSyncBatchNorm)
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [] if given is None else [given]
@@ -45,7 +45,7 @@ def sort_plugins(given: Any) -> Plugins:
         found = [plugin for plugin in listed if isinstance(plugin, kind)]
         if len(found) > 1:
             names = messages.names([type(plugin).__name__ for plugin in found], last="and")
-            raise ValueError(f"Trainer(plugins=...) got {names}, each of which is a {kind.__name__}. Leave one out.")
+            raise ValueError(f"Trainer(plugins=...) got {names}, but only one {kind.__name__} is allowed.")
     for plugin in listed:
         if isinstance(plugin, Precision):
             plugins.precision = plugin

@@ -1,4 +1,4 @@
-"""What a run tells its profiler, and what it lets it time.
+"""Connect a run to its profiler: report what happens, and bind the callables that it times.
 
 Every callable is bound once through ``Profiler.around``, which returns it unchanged if there is no profiler.
 """
@@ -43,7 +43,7 @@ def by_datamodule(run: Run, name: str) -> Callable[..., Any]:
 
 
 def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator for methods of objects that have their run as ``_run``. For what happens rarely."""
+    """Decorator for rarely called methods of objects that have their run as ``_run``."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)

@@ -1,7 +1,7 @@
-"""Each rank's own part of a checkpoint, with which a run resumes inside an epoch as if it had never stopped.
+"""Each rank's own part of a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
-Random states, the accumulation window's gradients, what was logged and measured in the epoch, the loader's position.
-On another number of ranks some of it is derived, and one message says what.
+It holds random states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
+position. With a different number of ranks some of it is derived, and one message says what.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """Each rank's part, in rank order; every rank must call."""
-    run.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
+    """Each rank's part, in rank order; every rank must call this."""
+    run.strategy.barrier("save_checkpoint")  # errors about a rank that is elsewhere show this name
     return run.strategy.gather_objects(_of_this_rank(run))
 
 
@@ -69,16 +69,16 @@ def _gradients(run: Run) -> dict[str, Any] | None:
 
 
 def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The counters to resume from: those before the current window if its gradients cannot be saved."""
+    """The counters to resume from. If the current window's gradients cannot be saved, the counters before it."""
     state = run.state
     counters = state.state_dict() | {"accumulate": run.trainer.accumulate_grad_batches}
     if not state.window or all(kept["gradients"] is not None for kept in ranks):
         return counters
     if not state.step_failed:
         messages.info_once(
-            f"{type(run.strategy).__name__} has no way to save gradients that wait for an optimizer step, so a "
-            f"resume from a checkpoint inside an accumulation window runs its {state.window} micro-batches again. Save "
-            "right after an update (every_n_train_steps of ModelCheckpoint does)."
+            f"{type(run.strategy).__name__} cannot save gradients that wait for an optimizer step, so a resume from a "
+            f"checkpoint inside an accumulation window repeats its {state.window} micro-batches. Save right after an "
+            "update, as ModelCheckpoint(every_n_train_steps=) does."
         )
     return without_window(counters)
 
@@ -119,14 +119,14 @@ class Resumed:
         return [kept for rank, kept in sorted(firsts.items()) if rank % strategy.num_data_ranks == strategy.data_rank]
 
     def _has_window(self) -> bool:
-        """Whether the gradients of all ranks are there, and the run has the same ranks."""
+        """Whether every rank's gradients were saved, and the run still has the same ranks."""
         whole = self._alike and len(self.ranks) == self.run.strategy.world_size
         return whole and all(kept["gradients"] is not None for kept in self.ranks)
 
     # ---- position --------------------------------------------------------------------------------------------------
 
     def position(self, counters: dict[str, Any], accumulate: int) -> dict[str, Any]:
-        """The saved counters, or those before the accumulation window if that is lost."""
+        """The saved counters, or the counters before the accumulation window if the window is lost."""
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
@@ -139,11 +139,11 @@ class Resumed:
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)
         saved = self.batch_samples
-        if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
+        if saved is None or now is None:  # assume that a rank's batch size has not changed
             saved, now = self._saved, ranks_now
         if self.in_loops and batch and not state.epoch_done and saved != now:
             here, left = divmod(batch * saved, now)
-            again = "; what does not fill one of its batches is trained on again" if left else ""
+            again = "; samples that do not fill a whole batch are trained on again" if left else ""
             self.derived.append(f"the position, batch {here} of the epoch (batch {batch} in the saved run){again}")
             state.next_batch, state.batch_idx = here, here - 1
         self._tell()
@@ -153,12 +153,10 @@ class Resumed:
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
-            self.derived.append(
-                f"the random states of {lacking} (seeded from the shuffling's seed, the rank and the step)"
-            )
+            self.derived.append(f"the random states of {lacking} (seeded from the shuffle seed, the rank and the step)")
         if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
             self.derived.append(
-                "the epoch's running metrics (those of the saved run's ranks, divided among the ranks of this run)"
+                "the epoch's running metrics (from the saved run's ranks, divided among the ranks of this run)"
             )
         tell_derived(self.derived, self._alike, self._world, world)
 
@@ -171,7 +169,7 @@ class Resumed:
             self._set(states, seed.mixed(self._seed, 1))
 
     def before_fetch(self) -> None:
-        """Restore the random states with which the next batch was fetched."""
+        """Restore the random states that were in effect when the next batch was fetched."""
         states = (self.own or {}).get("random_before_fetch")
         if self._random and states:
             seed.set_random_states(states)
@@ -188,7 +186,7 @@ class Resumed:
         return {name: own[name] for name in names if name in own} if own else {}
 
     def restore(self) -> None:
-        """Restore what must hold when the next batch is trained on."""
+        """Restore the state that training on the next batch needs."""
         run = self.run
         if self.in_loops:
             entries, module = self._stood_for(), run.module
@@ -216,7 +214,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return whether it then knows its position, so that no batches must be skipped."""
+        """Restore the loader's state; return whether it then knows its position, so that no batches need skipping."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

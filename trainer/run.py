@@ -1,4 +1,4 @@
-"""One run: what an entry point was asked to do, everything made for it, and its end."""
+"""One run of an entry point: its request, everything created for it, and its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
     run's attributes as its own.
 
     Args:
-        trainer: its arguments count; nothing of the run is written into it.
+        trainer: its arguments apply; the run's state is not stored in it.
         request: what to do; None: nothing, as before the first run.
         before: the previous run, whose module, counters and optimizers this one takes over.
 
@@ -60,7 +60,7 @@ class Run:
         managed: the optimizers as ``self.optimizers()`` returns them.
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
-        newest: what ``"last"`` or ``"auto"`` found, on rank 0.
+        newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
         resumes: the fit restores more of a checkpoint than its weights.
         saves: the number of the newest save, of this run or found in its folders.
         left: what a run in other processes left for a checkpoint; None after a run in this process.
@@ -76,8 +76,8 @@ class Run:
         self.trainer, self.request, self.strategy = trainer, request, trainer.strategy
         self.state = trainer.state
         self.claims = Claims()
-        self.hooks = self.stops = None  # type: ignore[assignment] - there from `execute` on
-        self.module = before and before.module  # type: ignore[assignment] - there from `execute` on
+        self.hooks = self.stops = None  # type: ignore[assignment] - set in `execute`
+        self.module = before and before.module  # type: ignore[assignment] - set in `execute`
         self.model: Any = before and before.model
         self.datamodule: DataModule | None = before and before.datamodule
         self.source = DataSource(self, {}) if before is None else before.source
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit, as ``configure_optimizers`` made them."""
+        """The optimizers of the fit, as ``configure_optimizers`` created them."""
         return self._optimizers
 
     @optimizers.setter
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def holder(self) -> Strategy:
-        """Collects the states for a checkpoint; after a run in other processes, this one has them whole."""
+        """Collects the states for a checkpoint; after a run in other processes, this one has them unsharded."""
         return self.strategy if self.left is None else Strategy()
 
     @property
@@ -125,21 +125,21 @@ class Run:
         return None if found is None else os.fspath(found)
 
     def count_save(self) -> int:
-        """The number of a new save: one more than the highest of this run and in its folders."""
+        """The number of a new save: one more than the highest so far, in this run and its folders."""
         self.saves += 1
         return self.saves
 
     # ---- execution -------------------------------------------------------------------------------------------------
 
     def execute(self) -> Any:
-        """Run to the end; again from a checkpoint each time a callback raises :class:`Rollback`."""
+        """Run to the end; restart from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
-            raise RuntimeError("This Run was not asked to do anything. Call an entry point of its Trainer.")
+            raise RuntimeError("This Run has nothing to do. Call an entry point of its Trainer.")
         at_start = self.state.state_dict()
         while True:
             self.state.begin(request.fn)
-            self.hooks = None  # type: ignore[assignment] - nobody is called before they are bound
+            self.hooks = None  # type: ignore[assignment] - no hook is called before it is bound
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
             kept = freed_memory_kept(self.strategy.device)
             with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
@@ -185,7 +185,7 @@ class Run:
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to strategy, profiler and hooks; what goes wrong here does not hide it."""
+        """Report an error to strategy, profiler and hooks; further errors here do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)
@@ -215,7 +215,7 @@ class Run:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a copy of the Trainer shows of this run: no data, threads, files or running parts."""
+        """What a copy of the Trainer keeps of this run: no data, threads, files or running parts."""
         trainer, data = self.trainer, self.datamodule
         return {
             "own": {name: getattr(self, name) for name in COPIED},
@@ -245,7 +245,7 @@ class Run:
             self.datamodule.trainer = self.trainer
 
 
-#: Attributes of a run that a copy of its Trainer has as they are.
+#: Attributes of a run that a copy of its Trainer keeps unchanged.
 COPIED = (
     *("module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
     *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "left", "shared_log_dir"),
@@ -253,7 +253,7 @@ COPIED = (
 
 
 def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
-    """Run every job. Errors become warnings; unless ``hidden`` the first one is raised at the end."""
+    """Run every job. Errors become warnings; unless ``hidden``, the first one is raised at the end."""
     first: Exception | None = None
     for job in jobs:
         try:
@@ -262,6 +262,6 @@ def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
             if not hidden and first is None:
                 first = error
                 continue
-            messages.warn(f"While the run was ending, {type(error).__name__} came up as well: {error}")
+            messages.warn(f"While the run was ending, it also raised {type(error).__name__}: {error}")
     if first is not None:
         raise first

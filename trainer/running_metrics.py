@@ -92,7 +92,7 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]:
     """The states of the module's torchmetrics that were updated on this rank, by their name in the module.
 
-    Without those of a running validation, which a resume repeats.
+    Metrics of a running validation are left out, because a resume repeats it.
     """
     begun = {id(r.metric) for *_, r in store.running("validate") if isinstance(r, MetricRecord)}
     return {

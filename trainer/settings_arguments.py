@@ -1,4 +1,4 @@
-"""The final values of the Trainer's arguments: from code, variables, launch flags and the settings file."""
+"""The final values of the Trainer's arguments: from code, environment variables, launch flags and the settings file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SWITCHES = {
 }
 
 
-#: Variables of Lightning for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+#: Prefix of Lightning's environment variables for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
 VARIABLE_PREFIX = "PL_TRAINER_"
 _WRONG_PREFIX = "PACELINE_TRAINER_"
 
@@ -56,8 +56,9 @@ _WRONG_PREFIX = "PACELINE_TRAINER_"
 def settled(init: Constructor[P]) -> Constructor[P]:
     """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
 
-    It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
-    runs, its plan before all. ``settings_in_force`` of the object says where each value comes from.
+    Each value comes from the first of these that gives one: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default;
+    in a script that ``paceline doctor`` runs, the doctor's plan overrides them all. The object's ``settings_in_force``
+    says where each value comes from.
     """
     parameters = inspect.signature(init).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -73,7 +74,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that variables give and code does not; warns of variables for arguments that are not ``known``."""
+    """The arguments that variables give and code does not; warns about variables for arguments not in ``known``."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
@@ -100,8 +101,8 @@ def with_origins(
     """The final arguments, and a table of where each comes from, followed by the settings that were given.
 
     Args:
-        given: the arguments by name; those left out take what launch flags, variables or the settings file say.
-        defaults: the Trainer's. An argument with its default value counts as left out.
+        given: the arguments by name; arguments left out are taken from launch flags, variables or the settings file.
+        defaults: the Trainer's defaults. An argument with its default value counts as left out.
         variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
     """
     variables, read = variables or {}, given
@@ -206,7 +207,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The arguments that settings fill, with the place of each."""
+    """The arguments that settings fill, and where each value comes from."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,

@@ -1,8 +1,8 @@
 """Step values that all processes share: ``self.log(..., on_step=True, sync_dist=True)``.
 
-The processes meet at two fixed places of every batch: after the step, before the hooks at its end, and after those
-hooks for what they logged. At the first batch they agree whether they meet at a place at all, so that a run without
-such values pays nothing later.
+The processes meet at two fixed places in every batch: after the step (before the hooks at its end), and after those
+hooks for what they logged. At the first batch they agree whether to meet at a place at all, so that a run without such
+values pays nothing later.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Elements of the first vector that is reduced: the same on every process, whatever it logged.
 ROOM = 64
-#: What comes before the values: 1 (0 of a process that only keeps step), the numbers of sums and of extremes, and two
-#: checksums of the names, each with its square. The sums of those show whether the checksums are all alike.
+#: What comes before the values: 1 (0 from a process that only keeps step), the number of sums, the number of extremes,
+#: and two checksums of the names, each with its square. Their sums show whether all checksums are equal.
 HEADER = 7
 
 
@@ -67,9 +67,9 @@ class Sharing:
         record.update = update
 
     def meet(self, counts: bool = True) -> None:
-        """Reduce what was logged since the last meeting; every process calls after each of its batches.
+        """Reduce what was logged since the last meeting; every process calls this after each of its batches.
 
-        This process's values count if ``counts`` and it is not ``muted``. Raises ValueError for different names.
+        This process's values count if ``counts`` and it is not ``muted``. Raises ValueError if the names differ.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -90,7 +90,7 @@ class Sharing:
         return [name for name in groups if self._reduce(self._groups[name], {}, False)]
 
     def _settled(self) -> bool:
-        """Whether the processes meet here. They agree the first time; a later start needs all of them."""
+        """Whether the processes meet here. They agree at the first batch; starting later needs all of them."""
         if not self._agreed:
             self._agreed = True
             if self.strategy.agree("" in self._groups):
@@ -104,7 +104,7 @@ class Sharing:
         return self.on
 
     def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
-        """Reduce records over a group, and give them what comes of it. Returns whether any process has a say."""
+        """Reduce records over a group and store the results in them. Returns whether any process had values."""
         strategy, device = self.strategy, self.strategy.device
         sums = [r for r in records.values() if _op(r) in ("mean", "sum")]
         extremes = [r for r in records.values() if _op(r) in ("min", "max")]
@@ -124,14 +124,14 @@ class Sharing:
         if not processes:
             return False
         alike = [number // processes for number in found]
-        shows = counts or (first, second) == (alike[3], alike[5])  # with no say only where it logged the same names
+        shows = counts or (first, second) == (alike[3], alike[5])  # without values, only if it logged the same names
         shared = room[HEADER : HEADER + alike[1]]
         more = alike[1] - len(shared)
         if more:
             rest = values[ROOM - HEADER :] if counts else room.new_zeros(more)
             shared = torch.cat([shared, strategy.reduce(rest, "sum", group)])
         if shows:
-            times = strategy.world_size / strategy.num_data_ranks  # a sum holds the same data so many times
+            times = strategy.world_size / strategy.num_data_ranks  # how many times a sum counts the same data
             _give(sums, shared, [times if _op(record) == "sum" else processes for record in sums])
         if alike[2]:
             signs = [1.0 if _op(record) == "max" else -1.0 for record in extremes]
@@ -144,12 +144,12 @@ class Sharing:
         return True
 
     def _unlike(self, group: Any, mine: list[str] | None) -> ValueError:
-        """The error for names that only some processes logged; every process calls."""
+        """The error for names that only some processes logged; every process calls this."""
         found: list[Any] = self.strategy.gather_objects(("step values", mine), group)
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
         for rank, said in zip(ranks, found, strict=True):
-            here = isinstance(said, tuple) and said[0] == "step values"  # or it gathers something else, elsewhere
+            here = isinstance(said, tuple) and said[0] == "step values"  # or it gathers something else
             if not here or said[1] is not None:
                 have[rank] = set(said[1]) if here else set()
         parts = []
@@ -169,14 +169,14 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """Join the others at these places without values, because this process's batch does not count."""
+    """Join the other processes at these places without values, because this process's batch does not count."""
     for place in places:
         if place.on:
             place.meet(counts=False)
 
 
 def keep_step(places: Iterable[Sharing]) -> None:
-    """Join the others at these places until they have no batches left either."""
+    """Join the other processes at these places until they have no batches left either."""
     going: dict[Sharing, list[str] | None] = dict.fromkeys(places)
     while going:
         going = {place: left for place, groups in going.items() if (left := place.idle(groups))}
@@ -192,7 +192,7 @@ def _op(record: Record) -> str:
 
 
 def _checksums(labels: Any) -> tuple[int, int]:
-    """Two numbers of 20 bits: their squares, summed over thousands of processes, are exact in float64."""
+    """Two 20-bit checksums: their squares stay exact in float64 when summed over thousands of processes."""
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") >> 12, int.from_bytes(digest[4:], "little") >> 12
 

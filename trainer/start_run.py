@@ -69,7 +69,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
     if configure_model is not None:
         with run.strategy.init_context():
             configure_model()
-    module.trainer = run.trainer  # also of modules that were made just now
+    module.trainer = run.trainer  # also for modules that were just created
     bind_hooks(run)
     run.source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(run, request, path)
@@ -94,13 +94,11 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
-    """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
+    """Set up weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     if run.trainer.max_epochs is None:
         timed = any(callback.limits_training for callback in run.trainer.callbacks)
         if run.trainer.max_steps == -1 and not timed:
-            messages.warn_once(
-                "None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs."
-            )
+            messages.warn_once("No max_epochs, max_steps or max_time was given: training stops after 1000 epochs.")
         run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
@@ -133,7 +131,7 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
 
 
 def leave_no_window(run: Run) -> None:
-    """Drop an accumulation window that a failed fit has left."""
+    """Drop an accumulation window that a failed fit left behind."""
     run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
@@ -157,10 +155,11 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
         elif isinstance(module, nn.Module):
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise TypeError(f"{entry} got {got} as its module; a TrainingModule object is needed.{hint}")
+        raise TypeError(f"{entry} got {got} as its module, but needs a TrainingModule object.{hint}")
     if not is_initialized(module):
         raise TypeError(
-            f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
+            f"{type(module).__name__}.__init__ did not call super().__init__(), so it is not a module yet. Call it "
+            "first."
         )
     return module, False
 
@@ -171,7 +170,7 @@ def _unwrapped(module: Any) -> Any:
         return module
     messages.warn_once(
         f"The module was passed inside {type(module).__name__} and is unwrapped, because the strategy wraps it itself. "
-        "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
+        "Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
@@ -232,10 +231,10 @@ def end_logging(run: Run) -> None:
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
-    """Add the callbacks of ``configure_callbacks``; each replaces those of its type.
+    """Add the callbacks of ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
 
     They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
-    knows its best file. Another module's are removed, and those that they replaced return.
+    knows its best file. When another module runs, they are removed and the callbacks that they replaced return.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -287,14 +286,14 @@ def check_steps(run: Run, fn: str) -> None:
             value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do it "
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} uses. Do it "
                     "in training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) with "
-            "training_step(dataloader_iter): the run "
-            "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
+            "training_step(dataloader_iter): the trainer does not see the batches it would count. Use "
+            "training_step(batch, batch_idx), or accumulate in the step."
         )
 
 
@@ -304,7 +303,7 @@ def has_forward(module: TrainingModule) -> bool:
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
-    """A hint at a method of the module that may be a misspelled ``name``."""
+    """A hint about a method of the module that may be a misspelled ``name``."""
     close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
     return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
 
@@ -320,8 +319,8 @@ def prepare_data(run: Run) -> None:
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
     """The checkpoint to load, set on the trainer or passed; ``"best"`` is looked up before callbacks change.
 
-    ``"last"`` and ``"auto"`` stay words until it is known where the callbacks of this run save. A fit in a job that
-    SLURM requeued means ``"auto"``. A fit that ``paceline doctor`` examines starts from none, because a resumed one
+    ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
+    requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
     may have nothing left to train.
     """
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
@@ -334,7 +333,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """Settle the loggers' folders before their first use: a resumed fit continues in those of the saved run.
+    """Settle the loggers' folders before their first use: a resumed fit continues in the saved run's folders.
 
     Returns the path of the checkpoint to resume from, or None.
     """
@@ -377,7 +376,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
     if apart:
         messages.info(
             f"{messages.path(path)} also holds {messages.names(apart, last='and')} as objects, which were not loaded, "
-            f"because that runs code that the file names. {request.fn}(weights_only=False) loads them."
+            f"because loading them runs code that the file names. {request.fn}(weights_only=False) loads them."
         )
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
@@ -386,15 +385,15 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
 
 
 def setup_optimizers(run: Run) -> None:
-    """Make optimizers and schedulers."""
+    """Create optimizers and schedulers."""
     module = run.module
     optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}
     if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
-            f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
-            "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
-            "an attribute."
+            f"{type(module).__name__}.configure_optimizers() returned optimizers for parameters that do not belong to "
+            "the module, so its weights will not change. Build them from self.parameters(), or make the trained "
+            "network an attribute."
         )
     run.optimizers = run.strategy.setup_optimizers(optimizers)
 

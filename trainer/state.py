@@ -23,7 +23,7 @@ class Pending(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class RunState:
-    """What a run has done so far. The loop writes it, everybody reads it, a checkpoint holds it.
+    """What a run has done so far. The loop writes it, other code reads it, and checkpoints hold it.
 
     Attributes:
         fn: the entry point that is running, or None between runs.
@@ -41,7 +41,7 @@ class RunState:
         stepped: the current batch ended in an optimizer step.
         is_last_batch: the current batch is the last of its epoch.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
-        shuffle_seed: what shuffling is computed from, together with the epoch.
+        shuffle_seed: together with the epoch, it determines the shuffling.
         signum: the signal that asked the run to end at the next step boundary, or 0.
         should_stop: the training was asked to stop (respected after ``min_epochs`` and ``min_steps``).
         stop: there may be a reason to stop, here or in another process: the loop looks before it continues.
@@ -80,7 +80,7 @@ class RunState:
     )
 
     def begin(self, fn: str) -> None:
-        """Begin a run, which nothing has asked to stop."""
+        """Begin a run, with no request to stop."""
         self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
         self.signum = self.passed = self.evaluated = 0
         self.should_stop = self.stop = self.saving = False

@@ -1,4 +1,4 @@
-"""What a Trainer is doing, as words that equal their strings."""
+"""What a Trainer is doing, as enums that compare equal to their strings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class _Word(str, Enum):
-    __hash__ = str.__hash__  # a key of a dict is found by its plain string too
+    __hash__ = str.__hash__  # so a plain string finds it as a dict key
 
     def __str__(self) -> str:
         return self.value
@@ -37,7 +37,7 @@ class TrainerFn(_Word):
 
 
 class RunningStage(_Word):
-    """Which kind of batches the run is at."""
+    """Which kind of batches the run is processing."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"

@@ -31,7 +31,7 @@ Outputs = Any
 
 
 class ManualStep:
-    """Runs ``training_step``; the user's own code calls backward and steps."""
+    """Runs ``training_step``; the user's own code runs backward and steps the optimizer."""
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
         self.run = run
@@ -42,7 +42,7 @@ class ManualStep:
         return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches so far, when no more will come; here there is nothing to do."""
+        """Step with the micro-batches so far, when no more will come; does nothing here."""
 
 
 class FreeStep(ManualStep):
@@ -63,8 +63,8 @@ class TrainStep(ManualStep):
     """Forward, backward and, on the last micro-batch of a window, the update.
 
     A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over
-    the micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over
-    all items of the window on all ranks.
+    the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean
+    over all items of the window on all ranks.
     """
 
     #: The method that makes an update.
@@ -132,7 +132,7 @@ class TrainStep(ManualStep):
             self.finish_window()
 
     def differentiate(self, loss: Tensor) -> None:
-        """Backward of one micro-batch."""
+        """Run backward on one micro-batch."""
         if not self.losses.by_items:
             if self.accumulate > 1:
                 loss = loss / self.accumulate
@@ -174,7 +174,7 @@ class TrainStep(ManualStep):
             state.updates += 1
 
     def complete(self) -> None:
-        """Give the gradients their final size: unscaled, divided by what is really in the window, clipped."""
+        """Finish the gradients: unscale them, divide them by what is actually in the window, and clip them."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
         if self.scales or by_items or window != self.accumulate:
@@ -199,9 +199,9 @@ class ClosureStep(TrainStep):
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch "
-                "several times, so gradients of earlier batches would be lost. Use a larger batch and "
-                "accumulate_grad_batches=1."
+                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS does not work: LBFGS evaluates the "
+                "loss of one batch several times, so gradients of earlier batches would be lost. Use a larger batch "
+                "and accumulate_grad_batches=1."
             )
         self.managed = run.managed[0]
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
@@ -244,7 +244,7 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
     def step_through_module(self, closure: Callable[[], Any]) -> None:
-        """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
+        """Run the module's ``optimizer_step``, then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
@@ -263,7 +263,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """For a rank without a sample in the epoch's last batch: it runs one that does not count."""
+    """For a rank without a sample in the epoch's last batch: it runs a batch that does not count."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -321,7 +321,7 @@ def no_batch(run: Run) -> None:
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us a step on a small model)."""
+    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us per step on a small model)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

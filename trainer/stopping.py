@@ -56,7 +56,7 @@ class Stops:
             self.signum = state.signum = found.signum
             return "signal"
         if not state.should_stop:
-            messages.info(f"The training stops because {messages.ranks(found.ranks)} asked for it.")
+            messages.info(f"Training stops because {messages.ranks(found.ranks)} asked for it.")
         state.should_stop = True
         return "asked"
 
@@ -76,18 +76,18 @@ class Stops:
         except RuntimeError as error:
             if not state.signum:
                 raise
-            messages.info_anywhere(f"Rank {self.run.strategy.global_rank} ends without the others: {error}")
+            messages.info_anywhere(f"Rank {self.run.strategy.global_rank} ends without the other ranks: {error}")
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
-        """At the end of the run: if any rank received a signal meanwhile, all end by it."""
+        """At the end of the run: if any rank has received a signal meanwhile, all ranks end with it."""
         self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum
             raise interruption(self.signum)
 
     def by_signal(self) -> BaseException:
-        """Save once, on all ranks together, and return what ends the run."""
+        """Save once, on all ranks together, and return the exception that ends the run."""
         run, state = self.run, self.state
         name, saved = signal.Signals(self.signum).name, False
         state.saving = True
@@ -113,7 +113,7 @@ class Stops:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Wait for all ranks: a launcher kills the others as soon as one process has ended."""
+        """Wait for all ranks: a launcher kills the other processes as soon as one has ended."""
         if not self.signum:
             return
         with suppress(RuntimeError):  # a rank is gone

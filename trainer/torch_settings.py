@@ -1,4 +1,4 @@
-"""Settings of torch that a run changes and puts back."""
+"""Torch settings that a run changes and restores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def numerics(trainer: Trainer) -> Iterator[None]:
-    """Anomaly mode, deterministic algorithms and cuDNN's benchmark as the Trainer's arguments ask, during a run."""
+    """Apply the Trainer's anomaly mode, deterministic algorithms and cuDNN benchmark during a run."""
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     deterministic = (
         torch.are_deterministic_algorithms_enabled(),

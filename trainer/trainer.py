@@ -67,8 +67,8 @@ class Trainer:
             ``"ddp"`` for several. ``"single_device"``, ``"cpu"``: one process. ``"ddp"``, ``"ddp_spawn"``,
             ``"ddp_fork"``, ``"ddp_notebook"``: a copy of the model in each process; with
             ``_find_unused_parameters_true`` (or ``_false``) after the name, for losses that do not reach every
-            parameter. ``"fsdp"``, ``"fsdp_cpu_offload"``, ``"hybrid_shard"``: weights, gradients and optimizer state
-            in shards. ``"model_parallel"``: every layer split. ``"deepspeed"``, ``"deepspeed_stage_1"``,
+            parameter. ``"fsdp"``, ``"fsdp_cpu_offload"``, ``"hybrid_shard"``: shards weights, gradients and optimizer
+            state. ``"model_parallel"``: splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``,
             ``"deepspeed_stage_2"``, ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"``,
             ``"deepspeed_stage_3_offload"``: DeepSpeed ZeRO. Installed packages may add names.
         devices: on this machine, how many (``2``, ``"2"``; ``-1``: all), which (``[0, 1]``, ``"0,1"``), or ``"auto"``:
@@ -80,40 +80,40 @@ class Trainer:
         logger: True or None: TensorBoard; False: none; or one Logger or several.
         callbacks: one Callback or several. A progress bar, a model summary and a ``ModelCheckpoint`` are added.
         fast_dev_run: run this many batches of each kind, and neither log nor save. True: 1; False or 0: off.
-        max_epochs: epochs to train in all, those before a resume included; -1: no limit. None: 1000, or no limit if
+        max_epochs: epochs to train in total, including those before a resume; -1: no limit. None: 1000, or no limit if
             ``max_steps`` or ``max_time`` is given.
-        min_epochs: epochs to train before ``should_stop`` (an ``EarlyStopping``, say) counts. None: 0.
-        max_steps: optimizer steps to make in all, those before a resume included; -1: no limit.
-        min_steps: optimizer steps to make before ``should_stop`` counts. None: 0.
-        max_time: stop after so much time in training: ``"DD:HH:MM:SS"``, a timedelta, or its arguments in a dict, such
+        min_epochs: epochs to train before ``should_stop`` (from ``EarlyStopping``, say) takes effect. None: 0.
+        max_steps: optimizer steps to make in total, including those before a resume; -1: no limit.
+        min_steps: optimizer steps to make before ``should_stop`` takes effect. None: 0.
+        max_time: stop after this much training time: ``"DD:HH:MM:SS"``, a timedelta, or its arguments in a dict, such
             as ``{"hours": 12}``. None: no limit.
-        grace_seconds: stop so many seconds before ``max_time`` is up, to leave time for the current step, a validation
-            and the last checkpoint.
-        limit_train_batches: use so many batches (int) or this share of them (float from 0.0 to 1.0) in each epoch.
+        grace_seconds: stop this many seconds before ``max_time`` is up, to leave time for the current step, a
+            validation and the last checkpoint.
+        limit_train_batches: use this many batches (int) or this fraction of them (float from 0.0 to 1.0) in each epoch.
             None: all; 0: no training.
         limit_val_batches: the same for each validation loader; 0: no validation.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each loader to predict from.
-        overfit_batches: train and validate on the same first batches, unshuffled: so many (int), or a share (float).
-            0: off.
-        val_check_interval: validate after so many training batches (int), after this share of an epoch (float from 0.0
-            to 1.0), or after so much time (as for ``max_time``). None: 1.0, at the end of the epoch.
+        overfit_batches: train and validate on the same first batches, unshuffled: this many (int), or this fraction
+            (float). 0: off.
+        val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
+            0.0 to 1.0), or after this much time (as for ``max_time``). None: 1.0, at the end of the epoch.
         check_val_every_n_epoch: validate only in every n-th epoch. None: the batches of ``val_check_interval`` are
             counted across epochs.
-        num_sanity_val_steps: validation batches to try before training; -1: all; 0: none. None: 2.
+        num_sanity_val_steps: validation batches to run before training; -1: all; 0: none. None: 2.
         log_every_n_steps: send step values to the loggers at every n-th step; 0: never. None: 50.
         enable_checkpointing: None or True: add a ``ModelCheckpoint`` if ``callbacks`` has none; False: do not.
         enable_progress_bar: the same with a ``RichProgressBar``.
         enable_model_summary: the same with a ``ModelSummary``.
         accumulate_grad_batches: batches whose gradients make one optimizer step. A shorter last window of an epoch is
             averaged over the batches in it. None: 1.
-        gradient_clip_val: the largest norm or value that gradients keep before each step. None or 0: no clipping.
+        gradient_clip_val: the maximum norm or value of the gradients at each step. None or 0: no clipping.
         gradient_clip_algorithm: ``"norm"``: scale all gradients together; ``"value"``: cut each element. None:
             ``"norm"``.
-        deterministic: True: only deterministic algorithms, an operation that has none is an error; ``"warn"``: it is a
-            warning. None: torch's setting stays.
-        benchmark: let cuDNN try which convolution is fastest (``torch.backends.cudnn.benchmark``). None: torch's
-            setting stays.
+        deterministic: True: only deterministic algorithms, with an error for an operation that has none; ``"warn"``:
+            with a warning. None: keep torch's setting.
+        benchmark: let cuDNN try which convolution is fastest (``torch.backends.cudnn.benchmark``). None: keep torch's
+            setting.
         inference_mode: True: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
         use_distributed_sampler: give each process its part of the data. False: leave all loaders as they are.
         profiler: find where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
@@ -126,9 +126,9 @@ class Trainer:
             written and read), a ClusterEnvironment (how a launcher tells a process its rank), a TorchSyncBatchNorm
             (as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
-        reload_dataloaders_every_n_epochs: make the loaders again every n epochs; 0: never.
+        reload_dataloaders_every_n_epochs: re-create the loaders every n epochs; 0: never.
         default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
-            directory. An address, such as ``s3://bucket/run``, is for checkpoints only; logs then go to the working
+            directory. A URL, such as ``s3://bucket/run``, is for checkpoints only; logs then go to the working
             directory.
         enable_autolog_hparams: log what ``save_hyperparameters`` kept when a fit starts.
         compile: True or ``"networks"``: compile the networks in place; ``"step"``: the whole training step with its
@@ -136,7 +136,7 @@ class Trainer:
             words as ``"scope"``. None or False: do not compile.
         signals: what a signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"``: finish the step,
             save, end the run; ``"requeue"``: also give the SLURM job back to the queue; None: leave the signal alone.
-            Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
+            By default SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
     settings_in_force: list[Row]
@@ -257,7 +257,7 @@ class Trainer:
         self.strategy.checkpoint_io = self.checkpoint_io
 
     def _shorten(self, batches: int) -> None:
-        """Make every run a dry run of so many batches of each kind."""
+        """Make every run a dry run with this many batches of each kind."""
         self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
         self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
         self.limit_train_batches = self.limit_val_batches = batches
@@ -284,18 +284,18 @@ class Trainer:
                 the DataModule's, else the module's ``train_dataloader()``.
             val_dataloaders: a validation loader, or several. None: likewise.
             datamodule: a DataModule, instead of loaders.
-            ckpt_path: resume from this checkpoint, a path or an address. ``"last"``: from the newest valid one in the
+            ckpt_path: resume from this checkpoint, a path or a URL. ``"last"``: from the newest valid one in the
                 folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
                 ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
                 the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
             weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
-            restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
-                that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
-                optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
-                optimizers' settings (learning rate, weight decay, ...); without it those of ``configure_optimizers``
-                hold. ``"loops"``: epoch, step, position in the data and in the accumulation window, and what was
-                logged so far in the epoch; without it the fit starts at epoch 0. ``"rng"``: random states.
-                ``"callbacks"``: the callbacks' states.
+            restore: which parts of ``ckpt_path`` to take. All of them, the default, continue bit for bit as the saved
+                run would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the optimizers' state
+                (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings (learning
+                rate, weight decay, ...); without it, the settings from ``configure_optimizers`` apply. ``"loops"``:
+                epoch, step, position in the data and in the accumulation window, and what was logged so far in the
+                epoch; without it, the fit starts at epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks'
+                states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -317,8 +317,8 @@ class Trainer:
         """Run ``validation_step`` over the validation data; returns the logged values, one dict for each loader.
 
         Args:
-            model: the module. None: that of the last run, with the weights of its best checkpoint.
-            dataloaders: one loader or several. None: those of the DataModule or the module.
+            model: the module. None: the last run's module, with the weights of its best checkpoint.
+            dataloaders: one loader or several. None: from the DataModule or the module.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule, instead of loaders.
@@ -394,15 +394,15 @@ class Trainer:
         """Run ``predict_step`` over the data to predict from.
 
         Args:
-            model: the module. None: that of the last run, with the weights of its best checkpoint.
-            dataloaders: one loader or several. None: those of the DataModule or the module.
+            model: the module. None: the last run's module, with the weights of its best checkpoint.
+            dataloaders: one loader or several. None: from the DataModule or the module.
             datamodule: a DataModule, instead of loaders.
             return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
                 None means True.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
             gather: with several processes, return the batches of all of them, in the order of the data, on each one.
-                False: each process returns those it made.
+                False: each process returns its own.
 
         Returns:
             What ``predict_step`` returned, a list with one entry for each batch (with several loaders a list of such
@@ -410,24 +410,24 @@ class Trainer:
         """
         keep, loaders = return_predictions is not False, {"predict": dataloaders}
         if gather and not keep:
-            raise ValueError("Trainer.predict(return_predictions=False, gather=True): nothing is kept to be gathered.")
+            raise ValueError("Trainer.predict(return_predictions=False, gather=True): there is nothing to gather.")
         self._begin(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))()
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
         """Write a checkpoint of the run, whole or not at all, and return when it is on the disk.
 
-        Every rank must call. A background write is finished first.
+        Every rank must call this. A background write is finished first.
 
         Args:
-            filepath: a path or an address such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
+            filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
                 sharded checkpoints.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
-            storage_options: for a CheckpointIO of yours; else it must be None.
+            storage_options: passed to your own CheckpointIO; otherwise it must be None.
 
         Raises:
             AttributeError: no module is attached yet.
-            OSError: the file could not be written; an older one of that name is untouched.
+            OSError: the file could not be written; an older file of that name is untouched.
         """
         if self.current_run.module is None:
             raise AttributeError(
@@ -480,7 +480,7 @@ class Trainer:
             return run_in_processes(self, launcher, request)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are made on the run's device and in its dtype.
+        """Context in which layers are created on the run's device and in its dtype.
 
         Args:
             empty_init: True leaves their initial values out, for weights that will be loaded; under a strategy that
@@ -516,7 +516,7 @@ class Trainer:
         self.state.stop |= self.state.should_stop
 
     def may_stop(self) -> bool:
-        """Whether ``should_stop`` counts yet: only after ``min_epochs`` and ``min_steps``."""
+        """Whether ``should_stop`` takes effect yet: only after ``min_epochs`` and ``min_steps``."""
         epochs, steps = self.min_epochs or 0, self.min_steps or 0
         if self.state.epoch >= epochs and self.state.global_step >= steps:
             return True
@@ -608,7 +608,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list counts from the next epoch."""
+        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list applies from the next epoch."""
         return self.current_run.optimizers
 
     @optimizers.setter
@@ -691,17 +691,17 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        """This process's number among all."""
+        """This process's rank among all processes."""
         return self.strategy.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """This process's rank on its machine."""
         return self.strategy.local_rank
 
     @property
     def node_rank(self) -> int:
-        """The number of this process's machine."""
+        """The rank of this process's machine."""
         return self.strategy.node_rank
 
     @property

@@ -65,11 +65,11 @@ class Validation:
         return self.every is not None
 
     def due(self, batch_idx: int, reason: Reason) -> bool:
-        """Whether to validate after this batch. ``reason``: why it is the last one, if it is."""
+        """Whether to validate after this batch. ``reason``: why it is the last batch, if it is."""
         run, state = self.run, self.run.state
         if run.trainer.val_check_seconds is not None:
             late = time.monotonic() - self.last >= run.trainer.val_check_seconds
-            return run.strategy.agree(late)  # each rank has its clock; one small message over the host a batch
+            return run.strategy.agree(late)  # clocks differ: one small host message per batch
         if reason == "asked" and not state.window:
             return True
         if self.every == float("inf") or self.every is None:

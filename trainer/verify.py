@@ -1,4 +1,4 @@
-"""``verify``: whether a strategy gives the same numbers as one process, or where they first differ."""
+"""``verify``: check whether a strategy gives the same numbers as one process, or where they first differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
     from .module import TrainingModule
 
-#: How many times larger a strategy's error may be than that of one process.
+#: How many times larger a strategy's error may be than one process's error.
 _FACTOR = 10.0
 _SEED = 20
 
@@ -37,10 +37,10 @@ class Verdict:
     Attributes:
         error: the largest error of a parameter after the last step, as a fraction of its largest norm so far, compared
             with the same training in float64.
-        one_process: the same for one process in the requested precision: the error of rounding alone.
+        one_process: the same for one process in the requested precision: rounding error alone.
         step: the first step after which a parameter differs, 0 being the start; None if none does.
         parameter: that parameter's name.
-        failure: the error that ended the run, or an empty text.
+        failure: the error that ended the run, or an empty string.
     """
 
     strategy: str
@@ -76,7 +76,7 @@ class Report:
         width = max(len("strategy"), *(len(verdict.strategy) for verdict in self.verdicts))
         lines = [f"{'strategy':<{width}}  {'error':>8}  {'1 process':>9}  after {self.steps} steps"]
         for v in self.verdicts:
-            found = "same" if v.same else f"departs at step {v.step} in {v.parameter}"
+            found = "same" if v.same else f"differs at step {v.step} in {v.parameter}"
             found = f"failed: {v.failure:.200}" if v.failure else found
             lines.append(f"{v.strategy:<{width}}  {v.error:>8.1e}  {v.one_process:>9.1e}  {found}")
         return "\n".join(lines)
@@ -96,17 +96,18 @@ def verify(
 
     Each run starts from the module's current weights and makes ``steps`` updates on the same batches; a strategy that
     splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
-    strategy differs if its error exceeds both ``tolerance`` and ten times that of one process in its own precision.
-    Dropout is switched off, because its masks depend on the process. The module itself is not changed.
+    strategy differs if its error exceeds both ``tolerance`` and ten times the error of one process in the same
+    precision. Dropout is switched off, because its masks depend on the process. The module itself is not changed.
 
     Args:
         module: as for ``fit``; its ``configure_optimizers`` is used.
-        loader: batches whose size every number of processes divides.
+        loader: batches whose size is divisible by the number of processes.
         strategies: names, or Strategy objects that are not in use.
-        devices: processes of each strategy.
+        devices: number of processes for each strategy.
         steps: optimizer updates to compare.
         tolerance: the error that counts as rounding, as a fraction of the parameter's largest norm so far.
-        **arguments: more for the Trainer, such as ``precision=``, ``accumulate_grad_batches=`` and ``accelerator=``.
+        **arguments: further Trainer arguments, such as ``precision=``, ``accumulate_grad_batches=`` and
+            ``accelerator=``.
 
     Returns:
         A verdict for each strategy.
@@ -208,8 +209,8 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
     size, rest = divmod(len(tensor), count)
     if rest:
         raise ValueError(
-            f"verify splits every batch over {count} processes, but one has {len(tensor)} samples. Choose a batch_size "
-            f"that {count} divides, and drop_last=True."
+            f"verify splits every batch over {count} processes, but one has {len(tensor)} samples. Choose a "
+            f"batch_size divisible by {count}, and drop_last=True."
         )
     return tensor[rank * size : (rank + 1) * size]
 
@@ -228,12 +229,12 @@ class _Exact(Callback):
             self.look(trainer.state.updates, trainer.strategy.model_state(pl_module), trainer.is_global_zero)
 
     def look(self, step: int, state: dict[str, Any], first: bool) -> None:
-        """Record the parameters after an update; every process calls."""
+        """Record the parameters after an update; every process calls this."""
         torch.save(state, self.folder / f"{step}.pt")
 
 
 class _Compared(_Exact):
-    """Compares the parameters after each update with those in the files."""
+    """Compares the parameters after each update with the saved ones."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -256,7 +257,7 @@ class _Compared(_Exact):
         return max(self.errors[-1].values())
 
     def departs(self, rounding: _Compared, tolerance: float) -> tuple[int | None, str]:
-        """The first step and parameter with more than rounding error."""
+        """The first step and parameter that differ by more than rounding error."""
         allowed = tolerance
         for step, (mine, usual) in enumerate(zip(self.errors, rounding.errors, strict=True)):
             allowed = max(allowed, _FACTOR * max(usual.values()))

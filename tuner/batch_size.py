@@ -1,4 +1,4 @@
-"""Find the largest batch that fits into memory, by real steps with growing sizes."""
+"""Find the largest batch that fits into memory, by running real steps with growing sizes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class BatchTrial(NamedTuple):
     Attributes:
         size: samples in a batch of one process.
         fits: whether no process ran out of memory.
-        peak_bytes: peak memory on the process that used most, of the device, or on the CPU of the process; None if
-            unknown.
+        peak_bytes: peak memory of the process that used the most: of its device, or of the process itself on a CPU;
+            None if unknown.
         seconds: duration.
         where: ranks that ran out of memory.
     """
@@ -92,8 +92,8 @@ class SizeSearch:
         if min(self.steps_per_trial, self.init_val, self.max_trials) < 1 or not 0 <= self.margin < 1 or not most:
             raise ValueError(
                 f"scale_batch_size(steps_per_trial={self.steps_per_trial}, init_val={self.init_val}, "
-                f"max_trials={self.max_trials}, margin={self.margin}, max_val={self.max_val}): the counts are at least "
-                "1, the margin is a share from 0 on and below 1, and max_val is at least 1 or None."
+                f"max_trials={self.max_trials}, margin={self.margin}, max_val={self.max_val}): the counts must be at "
+                "least 1, the margin at least 0 and below 1, and max_val at least 1 or None."
             )
 
     def __call__(self, run: Run) -> Found:
@@ -142,15 +142,15 @@ class SizeSearch:
     def nothing_fits(self, made: list[BatchTrial]) -> RuntimeError:
         """The error if no size fits."""
         return RuntimeError(
-            f"No batch size that was tried fits into memory ({'; '.join(map(str, made))}). Lower the memory a sample "
-            "takes: precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
+            f"None of the batch sizes tried fits into memory ({'; '.join(map(str, made))}). Reduce the memory per "
+            "sample: precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
         )
 
 
 class _Trials:
     """Tries sizes on all ranks.
 
-    Trials communicate no gradients, so no rank waits for one that ran out of memory; all learn of it afterwards.
+    Trials communicate no gradients, so no rank waits for one that ran out of memory; all ranks learn of it afterwards.
 
     Attributes:
         made: results so far.
@@ -163,7 +163,7 @@ class _Trials:
         self.samples: int | None = None
 
     def __call__(self, size: int) -> bool:
-        """Whether a size fits."""
+        """Try a size; return whether it fits."""
         strategy = self.run.strategy
         _reset_peak(strategy.device)
         start = time.perf_counter()
@@ -231,7 +231,7 @@ class _Trials:
         return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
-        """Raise if batches have another size, because then the trials would measure nothing."""
+        """Raise if batches have a different size, because the trials would then be meaningless."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
             strategy = self.run.strategy
@@ -244,8 +244,8 @@ class _Trials:
             where = messages.names([place.words for place in self.places], "and")
             key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
-                f"{where} was set to {size}, but the loader yields batches of {found}: it does not read it. Build it "
-                f"in the hook with DataLoader(..., batch_size=self.{key})."
+                f"{where} was set to {size}, but the loader yields batches of {found}, so it does not read that "
+                f"value. Build it in the hook with DataLoader(..., batch_size=self.{key})."
             )
 
 
@@ -262,8 +262,9 @@ def check(run: Run) -> None:
         what = "sync_batchnorm=True" if run.trainer.sync_batchnorm else type(strategy).__name__
         raise NotImplementedError(
             f"scale_batch_size on {strategy.world_size} processes with {what}: a forward pass communicates, so a rank "
-            "that runs out of memory would leave the others waiting in it. Use paceline.find_executable_batch_size "
-            "around a function that makes module and Trainer, or try sizes on one process."
+            "that runs out of memory would leave the other ranks waiting in it. Use "
+            "paceline.find_executable_batch_size around a function that creates module and Trainer, or try sizes on "
+            "one process."
         )
 
 
@@ -278,7 +279,7 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """The largest batch size up to ``largest`` that divides a process's samples of an update."""
+    """The largest batch size up to ``largest`` that evenly divides a process's samples per update."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:
@@ -298,11 +299,11 @@ def _check_loader(loader: Any) -> None:
     """Raise a ValueError if only the user can change this loader's batch size."""
     why = ""
     if isinstance(loader, CombinedLoader) or is_loader_collection(loader):
-        why = "several loaders were given, and it is not clear whose batches are meant"
+        why = "several loaders were given, so it is not clear which one to resize"
     elif not isinstance(loader, DataLoader):
-        why = f"a {type(loader).__name__} was given, whose batches are made already"
+        why = f"a {type(loader).__name__} was given, which yields ready-made batches"
     elif type(loader.batch_sampler) is not BatchSampler:
-        made = "its data set (batch_size=None)" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
+        made = "its dataset (batch_size=None)" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         why = f"the {type(loader).__name__} that was given gets its batches from {made}"
     if why:
         raise ValueError(
@@ -318,14 +319,14 @@ def size_of(loader: Any) -> int:
 
 
 def _resized(loader: Any, size: int) -> Any:
-    """A copy of a loader with another batch size."""
+    """A copy of a loader with a different batch size."""
     _check_loader(loader)
     batches = BatchSampler(loader.sampler, size, loader.drop_last)
     return replaced(loader, batch_size=size, batch_sampler=batches)
 
 
 def resize(loader: Any, size: int) -> None:
-    """Change the batch size of the user's loader itself, which does not allow setting the attribute."""
+    """Change the batch size of the user's loader in place. DataLoader does not allow setting the attribute."""
     _check_loader(loader)
     loader.batch_sampler.batch_size = size
     vars(loader).update(batch_size=size)

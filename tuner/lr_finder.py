@@ -23,7 +23,7 @@ class LearningRateFinder(Callback):
     Args:
         num_training_steps: optimizer steps of the test.
         update_attr: train with the suggested rate, and set the module's attribute to it.
-        milestones: epochs (0-based) before which to search again. Schedules then continue in proportion.
+        milestones: epochs (0-based) before which to search again. Schedules then continue, scaled in proportion.
         min_lr, max_lr, mode, early_stop_threshold, attr_name: as for ``Tuner.lr_find``.
 
     Attributes:

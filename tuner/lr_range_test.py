@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
-#: First steps, in which the smoothed loss depends more on the batches than on the rate, so it does not end the test.
+#: Number of first steps in which the loss depends more on the batches than on the rate, so it cannot end the test.
 _SETTLING = 10
 
 
@@ -34,7 +34,7 @@ class LRFinder:
     Attributes:
         mode: how the rate grew, ``"exponential"`` or ``"linear"``.
         lr_min: the first rate.
-        lr_max: the last rate, unless the loss exploded before.
+        lr_max: the last rate, unless the loss diverged before.
         num_training: requested number of steps.
         results: ``"lr"``: the rates; ``"loss"``: the smoothed loss at each rate, the mean over all ranks.
     """
@@ -47,13 +47,13 @@ class LRFinder:
     _optimal_idx: int | None = field(default=None, repr=False)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls fastest over the logarithm of the rate; None if there are too few steps.
+        """The learning rate where the loss falls fastest on a log scale; None if there are too few steps.
 
-        Only rates up to that of the lowest loss count, because a loss that falls after an explosion means nothing.
+        Rates past the lowest loss are ignored: once the loss has diverged, a drop means nothing.
 
         Args:
-            skip_begin: number of first steps to ignore, in which the smoothed loss is noisy.
-            skip_end: number of last steps to ignore, in which it explodes.
+            skip_begin: number of steps to skip at the start, where the smoothed loss is noisy.
+            skip_end: number of steps to skip at the end, where the loss diverges.
         """
         last = len(self.results["loss"]) - max(skip_end, 0)
         indices = [i for i in range(max(skip_begin, 0), last) if math.isfinite(self.results["loss"][i])]
@@ -74,22 +74,22 @@ class LRFinder:
         losses = self.results["loss"]
         if not losses:
             return (
-                "This LRFinder holds no steps to suggest a learning rate from: under fast_dev_run lr_find makes none. "
+                "This LRFinder has no steps to suggest a learning rate from: lr_find makes none under fast_dev_run. "
                 "Leave fast_dev_run out."
             )
         first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
         if first == len(losses):
             return (
                 f"The range test made {len(losses)} steps, too few to suggest a learning rate from when the first "
-                f"{skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or skip_begin."
+                f"{skip_begin} and the last {skip_end} are skipped. Raise num_training, lower max_lr or skip_begin."
             )
         rate = self.results["lr"][first]
         if first == 0:
-            cause = "Before any update the rate is not to blame: look into the batches, the loss and the precision"
-        else:
             cause = (
-                f"If {rate:.4g} is too high a rate, lower min_lr and max_lr; else look into the batches and the loss"
+                "Before the first update, the rate cannot be the cause: check the batches, the loss and the precision"
             )
+        else:
+            cause = f"If {rate:.4g} is too high, lower min_lr and max_lr; otherwise check the batches and the loss"
         return (
             f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
             f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) names the operation."
@@ -132,7 +132,7 @@ class RangeTest:
     """The settings of a range test; call it with a prepared run.
 
     Args:
-        attr_name: the attribute of the rate, as for ``Tuner.lr_find``; None to not check it.
+        attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; None: do not check it.
     """
 
     min_lr: float = 1e-8
@@ -148,7 +148,7 @@ class RangeTest:
         if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
             raise ValueError(
                 f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): the first "
-                "rate is above zero and below the last, and there are at least 2 steps."
+                "rate must be above zero and below the last, and there must be at least 2 steps."
             )
 
     def rate(self, step: int) -> float:
@@ -215,8 +215,8 @@ def check(run: Run) -> None:
     refuse_strategy(run, "lr_find")
     if not module.automatic_optimization:
         raise RuntimeError(
-            f"lr_find varies the learning rate of the optimizer that the run steps, but {owner} steps by hand "
-            "(automatic_optimization is False). Try rates in a loop of fits of your own."
+            f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} uses manual "
+            "optimization (automatic_optimization is False). Try rates in your own loop of fits."
         )
     if len(optimizers) != 1:
         raise RuntimeError(
@@ -225,8 +225,8 @@ def check(run: Run) -> None:
         )
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
-            f"lr_find says nothing about LBFGS, which {owner} uses: it makes several evaluations a step and chooses "
-            "its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            f"lr_find does not work for LBFGS, which {owner} uses: LBFGS evaluates the loss several times per step "
+            "and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
         )
     if run.trainer.limit_train_batches == 0:
         raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
@@ -250,7 +250,7 @@ def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
         messages.warn(
             f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever that "
             f"value is, so a fit will not use the rate that was found. Build it with lr=self.{places[0].key}, or name "
-            "the place that it reads: attr_name='hparams.training.lr'."
+            "the attribute that it reads: attr_name='hparams.training.lr'."
         )
 
 
@@ -263,14 +263,14 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
-    """The rate of each parameter group relative to that of the attribute (``initial``), or to the largest one."""
+    """Each parameter group's rate relative to the attribute's rate (``initial``), or to the largest rate."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
     return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)
 
 
 def set_rates(optimizer: Optimizer, shares: list[float], rate: float) -> None:
-    """Set each group to its share of a rate."""
+    """Set each group's rate to its share of ``rate``."""
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         _put(group, "lr", rate * share)
 
@@ -283,7 +283,7 @@ def _put(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def change_rates(optimizer: Optimizer, schedulers: list[Any], shares: list[float], rate: float) -> None:
-    """Continue a training with another rate, and scale the base rates of schedules in proportion."""
+    """Continue training with another rate, and scale the schedules' base rates in proportion."""
     factors = []
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         before = float(group["lr"])

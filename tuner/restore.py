@@ -42,7 +42,7 @@ class Kept:
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def random(self, device: torch.device) -> None:
-        """Save all random states, also those of devices."""
+        """Save all random states, including the devices'."""
         if torch.cuda.is_available() and device.type == "cuda":
             torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()
@@ -138,7 +138,7 @@ class Kept:
 
 
 def _own(tensor: Any) -> Tensor:
-    """This process's part of a DTensor; other tensors unchanged."""
+    """This process's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -39,7 +39,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     loop = FitLoop(run, None)
     run.source.train()
     if run.source.num_training_batches == 0:
-        raise ValueError("limit_train_batches=0 leaves nothing to try anything on. Leave it out.")
+        raise ValueError("limit_train_batches=0 leaves nothing to train on. Leave it out.")
     loop.bind()
     run.metrics.enter(phases.ON_TRAIN_START)
     for hook in hooks.on_train_start:

@@ -1,4 +1,4 @@
-"""Separate runs for trials, which do not touch the Trainer and its run."""
+"""Run trials separately, without touching the Trainer or its current run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def refuse_strategy(run: Run, what: str) -> None:
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
-            f"{what} cannot put back what {type(strategy).__name__} keeps of weights and optimizers. Run it with "
-            "strategy='ddp' or 'fsdp' (or on one device) once, and write the value it finds into your program."
+            f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} holds. Run it "
+            "once with strategy='ddp' or 'fsdp' (or on one device), and write the value it finds into your program."
         )
 
 

@@ -1,4 +1,4 @@
-"""Searches within a run, for the tuner's callbacks, and settings of what was found."""
+"""Search within a run, for the tuner's callbacks, and apply the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def take_lr(found: LRFinder, places: list[Place]) -> float | None:
             place.set(rate)
         words = messages.names([place.words for place in places], "and").replace("'", "")
         messages.info(
-            f"Learning rate {rate:.4g} (range test of {len(found.results['lr'])} steps): {words} was {before}."
+            f"Set {words} to {rate:.4g} (was {before}), after a range test of {len(found.results['lr'])} steps."
         )
     return rate
 
@@ -56,7 +56,7 @@ class SizePlaces:
 
 
 def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
-    """The wanted number of samples per update on all processes; None if it may change."""
+    """The wanted number of samples per update across all processes; None if it may change."""
     if wanted is None:
         return None
     other = next((c for c in run.trainer.callbacks if c.get_accumulate_grad_batches(0) is not None), None)
@@ -68,7 +68,7 @@ def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world:
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):
             raise ValueError(
-                f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples over all processes, 'keep' "
+                f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples across all processes, 'keep' "
                 "for the current number, or None."
             )
         return wanted
@@ -90,7 +90,7 @@ def take_size(run: Run, places: list[Place], given: Any, found: Found, effective
     also = f" and accumulate_grad_batches={decided.accumulate}" if effective is not None else ""
     messages.info(
         f"Batch sizes tried: {'; '.join(map(str, found.trials))}. From here on batch_size={decided.size}{also} (it was "
-        f"{before}): an update learns from {learns} samples."
+        f"{before}): each update uses {learns} samples."
     )
     return decided
 
@@ -105,7 +105,7 @@ def _put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
 
 
 def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
-    """Run a range test, and continue the training with the suggested rate."""
+    """Run a range test, and continue training with the suggested rate."""
     if is_dry(run.trainer, "The learning rate"):
         return None
     places = lr_places(run.module, run.datamodule, attr_name) if update_attr else []
@@ -139,14 +139,14 @@ def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch:
 
 
 def resume_size(run: Run, name: str, size: int, accumulate: int) -> None:
-    """Continue with the result of the resumed run."""
+    """Continue with the saved run's batch size."""
     _put_size(run, SizePlaces(name, "fit")(run), run.source.given.get("train"), Plan(size, accumulate))
-    messages.info(f"The run continues with its batch_size={size} and accumulate_grad_batches={accumulate}.")
+    messages.info(f"The run resumes with its batch_size={size} and accumulate_grad_batches={accumulate}.")
     _reload(run, "fit")
 
 
 def _reload(run: Run, method: str) -> None:
-    """Let loaders be created again."""
+    """Drop the loaders, so that they are created again."""
     source = run.source
     source.release()
     source.eval.clear()

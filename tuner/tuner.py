@@ -50,8 +50,8 @@ class Tuner:
     def __init__(self, trainer: Trainer) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
-                f"Tuner() got {messages.a(trainer)}, but it needs the Trainer of the fit to come: Tuner(Trainer(...)). "
-                "The module is passed to lr_find() and scale_batch_size()."
+                f"Tuner() got {messages.a(trainer)}, but it needs the Trainer that will run the fit: "
+                "Tuner(Trainer(...)). The module is passed to lr_find() and scale_batch_size()."
             )
         self.trainer = trainer
         self.batch_sizes_tried: list[BatchTrial] = []
@@ -135,7 +135,7 @@ class Tuner:
         max_val: int | None = 8192,
         effective_batch: int | Literal["keep"] | None = None,
     ) -> int | None:
-        """Try batch sizes by real steps, up to the limit of memory or data, and set the largest that fits.
+        """Try batch sizes with real steps, up to the limit of memory or data, and set the largest that fits.
 
         The attribute that hooks read (``batch_arg_name``) is set; a DataLoader that is passed is changed too. With
         several processes the result is the batch size of each, and the process with the least memory decides.
@@ -157,7 +157,7 @@ class Tuner:
             effective_batch: samples per update on all processes; ``"keep"`` for the current number (batch size x
                 ``accumulate_grad_batches`` x processes). The batch size is then the largest that fits *and* divides
                 its share, and ``trainer.accumulate_grad_batches`` is set to match: only the speed changes. None: the
-                accumulation is not changed, so an update learns from more samples.
+                accumulation is not changed, so an update uses more samples.
 
         Returns:
             The batch size that was set; None under ``fast_dev_run``.
@@ -206,14 +206,14 @@ class Tuner:
         trainer = self.trainer
         if trainer.asked_ckpt_path is not None:
             raise RuntimeError(
-                f"The trainer continues from {trainer.asked_ckpt_path} (trainer.ckpt_path), with the values of that "
-                "run, so there is nothing to search for. Search before the first fit, or set "
+                f"The trainer resumes from {trainer.asked_ckpt_path} (trainer.ckpt_path) and restores that run's "
+                "learning rate and batch size, so there is nothing to search for. Search before the first fit, or set "
                 "trainer.ckpt_path = None."
             )
         if trainer.state.fn is not None:
             raise RuntimeError(
-                f"The Tuner was called while {trainer.state.fn} is running. Call it before, or use the callbacks "
-                "LearningRateFinder and BatchSizeFinder."
+                f"The Tuner was called while {trainer.state.fn} is running. Call it before that run, or use the "
+                "callbacks LearningRateFinder and BatchSizeFinder."
             )
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)
 
@@ -226,7 +226,7 @@ class Tuner:
 
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
-    """The search in a process that was started for it."""
+    """Run the search in a process that was started for it."""
     set_random_states(random)
     found = apart(trainer, request, work)
     leave()

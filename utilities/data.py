@@ -25,18 +25,18 @@ __all__ = [
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
-    """Whether a loader reads a data set that has no order by index."""
+    """Whether a loader reads an iterable dataset, which has no indices."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def has_len(dataloader: Any) -> bool:
-    """Whether a loader has a length. A length of 0 is warned of."""
+    """Whether a loader has a length. Warns if it is 0."""
     try:
         length = len(dataloader)
     except (TypeError, NotImplementedError):
         return False
     if length == 0:
-        messages.warn_once(f"{type(dataloader).__name__} returned 0 for its length: it gives no batches.")
+        messages.warn_once(f"{type(dataloader).__name__} has length 0, so it yields no batches.")
     return True
 
 
@@ -79,7 +79,7 @@ def advise_about_length(dataloader: Any, name: str) -> None:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Worker processes for each loader of this process, so that the processes of this machine share its cores.
+    """Return a number of worker processes per loader with which this machine's processes share its cores.
 
     Args:
         local_world_size: number of processes of the run on this machine.

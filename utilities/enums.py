@@ -1,4 +1,4 @@
-"""Words for arguments that are chosen among a few."""
+"""Enums for arguments with a few allowed values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class GradClipAlgorithmType(str, Enum):
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Whether ``val`` is one of them."""
+        """Whether ``val`` is one of the values."""
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod
     def supported_types() -> list[str]:
-        """The strings."""
+        """The values as strings."""
         return [word.value for word in GradClipAlgorithmType]

@@ -10,9 +10,9 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """The norm of every parameter's gradient, and of all together, to be logged in ``on_before_optimizer_step``.
 
     Args:
-        module: after a backward pass. Parameters without a gradient are left out.
+        module: the module, after a backward pass. Parameters without a gradient are left out.
         norm_type: which p-norm, or ``"inf"``.
-        group_separator: between the two parts of a name.
+        group_separator: the text between the two parts of a name.
 
     Returns:
         Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of these

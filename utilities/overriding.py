@@ -13,11 +13,11 @@ _PARENTS = (TrainingModule, DataModule, Callback, Strategy)
 
 
 def is_overridden(method_name: str, instance: object | None, parent: type | None = None) -> bool:
-    """Whether the class of ``instance``, or the instance itself, defines a method other than its base class does.
+    """Whether the class of ``instance``, or the instance itself, overrides a method of its base class.
 
     Args:
-        method_name: of the method.
-        instance: None is an instance that overrides nothing.
+        method_name: the method's name.
+        instance: the object to check; None overrides nothing.
         parent: the base class; None: the one of TrainingModule, DataModule, Callback and Strategy that fits.
 
     Raises:

@@ -16,7 +16,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie parameters again: what the first name of each list stands for gets the list's other names too.
+    """Tie parameters again: the parameter with the first name of each list also gets the list's other names.
 
     Args:
         module: changed in place.

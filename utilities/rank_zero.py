@@ -1,4 +1,4 @@
-"""Call a function on rank 0 only, and speak on rank 0 only."""
+"""Call functions and print messages on rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RankZeroOnly:
     """The decorator :data:`rank_zero_only`: other ranks get ``default`` without calling the function.
 
     Attributes:
-        rank: index of this process among all, 0-based. Set it if you start processes that Paceline does not know of.
+        rank: this process's rank among all, 0-based. Set it if you start processes that Paceline does not know about.
     """
 
     @property
     def rank(self) -> int:
-        """Index of this process among all, 0-based."""
+        """This process's rank among all, 0-based."""
         return messages.rank()
 
     @rank.setter
@@ -62,13 +62,13 @@ def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
 
 @rank_zero_only
 def rank_zero_warn(message: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """``warnings.warn`` on rank 0; ``category`` as there."""
+    """``warnings.warn`` on rank 0; ``category`` is passed on."""
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
-    """:func:`rank_zero_warn` about something that will go away."""
+    """:func:`rank_zero_warn` about something that will be removed."""
     kwargs.setdefault("category", RankZeroDeprecationWarning)
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 

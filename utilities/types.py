@@ -48,7 +48,7 @@ class OptimizerConfig(TypedDict):
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """The dict of both."""
+    """The dict of an optimizer and a scheduler."""
 
     optimizer: Optimizer
     lr_scheduler: Any
@@ -67,19 +67,19 @@ OptimizerLRScheduler = (
 
 
 class TrainingStep(Protocol):
-    """What can be called as a training step."""
+    """Anything that can be called as a training step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Optimizable(Protocol):
-    """What can be stepped like an optimizer."""
+    """Anything that can be stepped like an optimizer."""
 
     param_groups: list[dict[Any, Any]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return its state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""

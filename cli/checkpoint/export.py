@@ -68,4 +68,4 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     for name, kind in found.others.items():
         messages.answer(f"Left out {name}: it is {kind}, and the format only stores tensors.")
     for name, first in found.twins.items():
-        messages.answer(f"{name} is the same tensor as {first} and is written under that name.")
+        messages.answer(f"{name} is the same tensor as {first} and is written only once, as {first}.")

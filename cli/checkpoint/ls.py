@@ -18,7 +18,7 @@ _LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", help="a folder or an address such as s3://bucket/run, with all subfolders")
+    parser.add_argument("folder", help="a folder or a URL such as s3://bucket/run; subfolders are included")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
 
 

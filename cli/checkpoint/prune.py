@@ -104,6 +104,6 @@ def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, s
 def _agreed(total: str) -> bool:
     if not sys.stdin.isatty():
         raise RuntimeError(
-            f"Deleting {total} needs confirmation, and there is no terminal to ask in. Pass --yes or --dry-run."
+            f"Deleting {total} needs confirmation, but there is no terminal to ask in. Pass --yes or --dry-run."
         )
     return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

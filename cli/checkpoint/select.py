@@ -19,8 +19,8 @@ class Found(NamedTuple):
 
     Attributes:
         path: the file or folder.
-        known: its manifest; None if it has none, or a broken one.
-        problem: what is wrong with it, if that shows without reading it completely; None if nothing.
+        known: its manifest; None if it is missing or broken.
+        problem: what is wrong with it, as far as a quick look shows; None if nothing.
     """
 
     path: Location

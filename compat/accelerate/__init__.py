@@ -22,7 +22,7 @@ LOOKING = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
 
 
 def install() -> None:
-    """Make ``import accelerate`` import Paceline, from now on and in this process.
+    """Make ``import accelerate`` import Paceline, from now on in this process.
 
     Call it before anything imports ``accelerate``, and before libraries that check for it, such as transformers. An
     installed accelerate is neither changed nor imported. Calling it again does nothing.

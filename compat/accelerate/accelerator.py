@@ -13,14 +13,14 @@ from ...accelerator.nested_tensors import recursively_apply
 
 
 class _OfTheLast(type):
-    """Metaclass: ``GradientState()`` is the newest Accelerator's; ``isinstance`` holds for every Accelerator's."""
+    """Metaclass: ``GradientState()`` returns the newest Accelerator's; ``isinstance`` accepts every Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = None if _OfTheLast.last is None else _OfTheLast.last()
         if found is None:
-            raise ValueError("GradientState() belongs to an Accelerator, and there is none. Call Accelerator() first.")
+            raise ValueError("GradientState() belongs to an Accelerator, but there is none. Call Accelerator() first.")
         return found
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` for models that are spread over devices, if Paceline's own have another signature."""
+"""Functions of ``accelerate`` for models spread over devices, where their signatures differ from Paceline's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def set_module_tensor_to_device(
             f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}). Check the name."
         )
     if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
-        raise ValueError(f"{tensor_name} has a shape and no value yet, so it cannot be moved to {device}. Pass value=.")
+        raise ValueError(f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass value=.")
     if value is not None and value.shape != old.shape:
         raise ValueError(
             f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}. Pass a value of the "
@@ -135,7 +135,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters of these names again, to the first of them that has values."""
+    """Tie the parameters with these names again, to the first one that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]
@@ -154,7 +154,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
-    """The tensors of one file, on the devices of a map."""
+    """The tensors of one file, placed according to a device map."""
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
@@ -187,7 +187,7 @@ def get_state_dict_from_offload(
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
-    """The entries of some modules."""
+    """The entries that belong to the given submodules."""
     return {
         name: value
         for name, value in state_dict.items()

@@ -39,7 +39,7 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether an environment variable says yes."""
+    """Whether an environment variable has a true value."""
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
@@ -49,13 +49,13 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables whose value is a number of at least 0."""
+    """The value of the first of these variables that holds a number of 0 or more."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
 
 def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
-    """Lines ``KEY=value``; entries that do not fit in a line are left out with a warning."""
+    """Lines ``KEY=value``; entries that cannot be written in a line are left out with a warning."""
     lines = []
     for key, value in current_env.items():
         if any(sign in key + value for sign in ";\n<> "):
@@ -118,7 +118,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a library's version (or a version) and another one."""
+    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a version, or a library's, and the required one."""
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -129,7 +129,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether ``">="`` (...) holds between torch's version, without local parts such as ``+cpu``, and another one."""
+    """Whether ``">="`` (...) holds between torch's version (without ``+cpu`` and the like) and the required one."""
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 
@@ -161,7 +161,7 @@ def write_basic_config(
     """Write a configuration file, by default the user's own, unless it exists; returns its path, or False."""
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
-        messages.warn(f"{path} already exists and is not changed. Delete it to write a new one.")
+        messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")
         return False
     files.write_file(path, {"mixed_precision": mixed_precision})
     return path

@@ -1,7 +1,7 @@
 """Functions of ``accelerate`` for modules, weights and files of sharded models.
 
-Those files contain whole states, even if the plugin asks for shards, so that any number of processes can read them. To
-save shards, use ``accelerator.save_state()``.
+These files contain full states, even if the plugin asks for sharded ones, so that any number of processes can read
+them. To save shards, use ``accelerator.save_state()``.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def load_fsdp_optimizer(
 def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
     if adapter_only and is_peft_model(model):
         raise NotImplementedError(
-            f"{type(model).__name__} with adapter_only=True: sharded models are saved whole. Omit adapter_only, or "
+            f"{type(model).__name__} with adapter_only=True: sharded models are saved in full. Omit adapter_only, or "
             "call accelerator.save_state(only_trainable=True)."
         )
 
@@ -162,7 +162,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write the file on the main process and wait for it on the others. It appears complete or not at all."""
+    """Write the file on the main process and wait for it on the other processes. It appears complete or not at all."""
     if accelerator.is_main_process:
         save_object(state, path, False)
     accelerator.wait_for_everyone()

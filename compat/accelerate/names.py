@@ -146,18 +146,18 @@ CONSTANTS: dict[str, Any] = {
 
 #: Error messages of names that can be imported but not called.
 _LEFT_OUT = {
-    "Paceline has no pipeline for inference alone. Spread the model with dispatch_model(model, device_map='auto')": (
+    "Paceline has no pipeline for inference only. Spread the model with dispatch_model(model, device_map='auto')": (
         "prepare_pippy"
     ),
     "Paceline's checkpoints hold sharded states. Call accelerator.save_state() and accelerator.load_state(), and "
-    "accelerator.get_state_dict(model) for whole weights": (
+    "accelerator.get_state_dict(model) for full weights": (
         "compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
         "fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
         "get_parameters_from_modules load_accelerator_state load_custom_state "
         "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),
-    "Paceline makes DeepSpeed's engine in accelerator.prepare. Pass prepare an optimizer and a scheduler of torch": (
+    "Paceline creates DeepSpeed's engine in accelerator.prepare. Pass prepare an optimizer and a scheduler of torch": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "GatheredParameters HfDeepSpeedConfig compile_regions_deepspeed get_active_deepspeed_plugin "
         "map_pytorch_optim_to_deepspeed"
@@ -186,7 +186,7 @@ _LEFT_OUT = {
     "GeneralTracker": (
         "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TrackioTracker"
     ),
-    "An Accelerator makes scaler and autocast itself. Use accelerator.backward(loss) and accelerator.autocast()": (
+    "An Accelerator creates scaler and autocast itself. Use accelerator.backward(loss) and accelerator.autocast()": (
         "get_grad_scaler get_mixed_precision_context_manager"
     ),
     "Split layers with Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": (

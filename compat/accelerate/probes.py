@@ -15,7 +15,7 @@ _PACKAGES = (
     "pynvml pytest rich sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio "
     "transformer_engine transformers triton wandb"
 )
-#: Names for ``is_..._available``, and packages of which one has to be installed.
+#: Names for ``is_..._available``, and the packages of which at least one must be installed.
 _OTHER_PACKAGES = {
     "bnb": "bitsandbytes",
     "lomo": "lomo_optim",
@@ -39,7 +39,7 @@ def _no(*_: Any, **__: Any) -> bool:
 
 
 def _torch() -> Any:
-    """torch, which is not imported before it is needed."""
+    """Import torch only when it is needed."""
     return import_module("torch")
 
 
@@ -56,7 +56,7 @@ def _bf16(ignore_tpu: bool = False) -> bool:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model is one of the package peft."""
+    """Whether a model comes from the package peft."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 

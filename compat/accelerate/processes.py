@@ -33,7 +33,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list with those of one process."""
+    """Replace the entries of a list with one process's entries."""
     return operations.broadcast_object_list(object_list, _strategy(), from_process)
 
 
@@ -48,7 +48,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the main process's tensor to every process; the others pass none."""
+    """Copy the main process's tensor to every process; other processes pass None."""
     found: Any = _strategy().broadcast(None if tensor is None else tensor.cpu())
     return found.to(_strategy().device)
 

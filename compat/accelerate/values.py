@@ -16,7 +16,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes with a unit, at 1024 each: ``"1.25 KB"``."""
+    """Format a number of bytes with a unit (1 KB is 1024 bytes): ``"1.25 KB"``."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -37,7 +37,9 @@ def dtype_byte_size(dtype: Any) -> float:
         return dtype.itemsize
     bits = re.search(r"\d+$", str(getattr(dtype, "value", dtype)))
     if bits is None:
-        raise ValueError(f"dtype_byte_size got {dtype!r}, whose name has no number of bits. Pass a torch.dtype.")
+        raise ValueError(
+            f"dtype_byte_size got {dtype!r}, whose name does not end in a number of bits. Pass a torch.dtype."
+        )
     return int(bits.group()) / 8
 
 
@@ -53,7 +55,7 @@ def is_tensor_information(value: Any) -> bool:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge a dict into another one, recursively; returns the latter."""
+    """Merge ``source`` into ``destination``, recursively; returns ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))

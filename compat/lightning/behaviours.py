@@ -1,4 +1,4 @@
-"""Where programs written for Lightning expect another behaviour: applied to Paceline's classes by the stand-in."""
+"""Behavior that programs written for Lightning expect; the stand-in applies it to Paceline's classes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...processes.signals import interruption
 from .exceptions import SIGTERMException, translated
+from .testing import complete_mocks
 from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
 
-#: Modules of Paceline, their classes, and which of their methods raise errors that programs catch as Lightning's.
+#: Modules of Paceline, their classes, and the methods whose errors programs catch as Lightning's.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
     "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
@@ -34,7 +35,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: How the names of profiled actions begin in Paceline, and in Lightning.
+#: Prefixes of the names of profiled actions, in Paceline and in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -42,7 +43,7 @@ _ACTIONS = {
 }
 
 
-#: Strategies, which take arguments of Lightning's that Paceline's do not have.
+#: Strategies that take additional arguments under the stand-in, as Lightning's do.
 _STRATEGIES = {
     "strategies.base": "SingleDevice",
     "strategies.ddp": "DDPStrategy",
@@ -53,51 +54,69 @@ _STRATEGIES = {
 
 
 def install() -> None:
-    """Change them."""
+    """Apply Lightning's behavior to Paceline's classes."""
     from ...checkpoint import instantiate
-    from ...data.datamodule import DataModule
-    from ...loggers.csv import CSVLogger
-    from ...loggers.tensorboard import TensorBoardLogger
-    from ...profilers.base import Profiler
-    from ...trainer import default_callbacks, stopping
-    from ...trainer.data_source import DataSource
-    from ...trainer.optimizers import ManagedOptimizer
-    from ...trainer.state import RunState
-    from ...trainer.trainer import Trainer
+    from ...trainer import default_callbacks, start_run, stopping
     from . import plugins, views
 
+    users: list[Any] = [default_callbacks, start_run]
+    for user in users:
+        user.order = functools.partial(_ordered, user.order)
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     stopping.interruption = _interruption
     plugins.install()
     views.install()
-    placed = Trainer._place
+    for module, name in _STRATEGIES.items():
+        plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
+    _change_loggers()
+    _replace_methods()
+    _translate_errors()
+
+
+def _change_loggers() -> None:
+    from ...loggers.csv import CSVLogger
+    from ...loggers.tensorboard import TensorBoardLogger
+
+    for logger in (CSVLogger, TensorBoardLogger):
+        defaults = logger.__init__.__defaults__ or ()
+        logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
+
+
+def _replace_methods() -> None:
+    from ...data.datamodule import DataModule
+    from ...profilers.base import Profiler
+    from ...trainer.data_source import DataSource
+    from ...trainer.optimizers import ManagedOptimizer
+    from ...trainer.state import RunState
+    from ...trainer.trainer import Trainer
+    from . import plugins
+
+    placed: Any = Trainer._place
+    values: Any = Trainer.logged_metrics
+    around: Any = Profiler.around
 
     def place(trainer: Trainer, *args: Any) -> None:
         placed(trainer, *args)
         plugins.remember(trainer)
 
-    setattr(Trainer, "_place", place)  # noqa: B010
-    for module, name in _STRATEGIES.items():
-        plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
-    for logger in (CSVLogger, TensorBoardLogger):
-        defaults = logger.__init__.__defaults__ or ()
-        logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
-    values: Any = Trainer.logged_metrics
-    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
-    around: Any = Profiler.around
-    setattr(Profiler, "around", lambda profiler, name, function: around(profiler, _action(name), function))  # noqa: B010
-    replacements = {
+    replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
         (DataSource, "train"): advising_train(DataSource.train),
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
+        (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
+        (Trainer, "_place"): place,
     }
     for name in ("__init__", "fit", "validate", "test", "predict"):
         replacements[Trainer, name] = speak_again(getattr(Trainer, name))
     for (owner, name), changed in replacements.items():
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
+    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
+
+
+def _translate_errors() -> None:
     for module, classes in _RAISING.items():
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
@@ -107,6 +126,11 @@ def install() -> None:
                 if method == "__init__":
                     with suppress(NameError):  # of a type that only type checkers import
                         function.__annotations__ = get_type_hints(function)
+
+
+def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:
+    complete_mocks(callbacks)
+    return order(callbacks)
 
 
 def _action(name: str) -> str:

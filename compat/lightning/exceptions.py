@@ -12,7 +12,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
-    """An argument, or what a program defines, is not what it has to be."""
+    """An argument, or something that a program defines, is invalid."""
 
 
 class SIGTERMException(SystemExit):
@@ -31,7 +31,7 @@ def _joined(kind: type[Exception]) -> type[Exception]:
 
 
 def _is_own(traceback: TracebackType | None) -> bool:
-    """Whether the line that raised is one of Paceline's."""
+    """Whether the exception was raised in Paceline's own code."""
     module = ""
     while traceback is not None:
         module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
@@ -39,7 +39,7 @@ def _is_own(traceback: TracebackType | None) -> bool:
 
 
 def translated(function: F) -> F:
-    """Have a function raise Paceline's errors as Lightning's too."""
+    """Wrap a function so that Paceline's errors are Lightning's too."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,14 @@
-"""The loggers of ``lightning.fabric``, whose first argument is called ``root_dir``."""
+"""What Fabric sends values with: loggers whose first argument is ``root_dir``, and ``ThroughputMonitor``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...callbacks.throughput_monitor import Throughput, compute_dtype, peak_flops
 from ...loggers import csv, tensorboard
+
+if TYPE_CHECKING:
+    from .fabric import Fabric
 
 
 class CSVLogger(csv.CSVLogger):
@@ -37,3 +41,25 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
         super().__init__(
             root_dir, name, version, default_hp_metric=default_hp_metric, prefix=prefix, sub_dir=sub_dir, **kwargs
         )
+
+
+class ThroughputMonitor(Throughput):
+    """:class:`Throughput` of a :class:`Fabric`, with its devices' peak and number, whose rates go to its loggers."""
+
+    def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
+        peak = peak_flops(fabric.device, compute_dtype(fabric.strategy.precision.name))
+        super().__init__(available_flops=peak, world_size=fabric.world_size, **kwargs)
+        self._fabric = fabric
+        self.step = -1
+
+    def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
+        """Compute the rates and log them.
+
+        Args:
+            step: of these values; by default one more than the last.
+            **kwargs: for :meth:`Throughput.compute`.
+        """
+        self.step = self.step + 1 if step is None else step
+        metrics = self.compute(**kwargs)
+        self._fabric.log_dict(metrics, step=self.step)
+        return metrics

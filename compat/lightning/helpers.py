@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from types import FrameType
 from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ... import messages
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.storage import is_remote, location
 from ...memory.out_of_memory_retry import clear_device_cache
@@ -215,3 +220,99 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             "in exclusive use by other processes. Ask for fewer, or wait."
         )
     return usable
+
+
+# lightning.pytorch.callbacks
+
+
+class Interval(str, Enum):
+    """When a ``Timer`` looks at the clock."""
+
+    step = "step"
+    epoch = "epoch"
+
+
+def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
+    """What progress bars show of every run: the logger's version, at most its last four characters."""
+    version = trainer.logger.version if trainer.loggers else None
+    if version is None:
+        return {}
+    return {"v_num": version[-4:] if isinstance(version, str) else version}
+
+
+def convert_inf(x: float | None) -> float | None:
+    """None for infinity and for NaN, else the number."""
+    return None if x is None or math.isinf(x) or math.isnan(x) else x
+
+
+def multiplicative(epoch: int) -> float:
+    """The factor by which ``BackboneFinetuning`` raises the backbone's learning rate at each epoch."""
+    return 2.0
+
+
+def do_nothing_closure() -> None:
+    """Return None."""
+
+
+# lightning.pytorch.loggers
+
+
+def merge_dicts(
+    dicts: Sequence[Mapping[str, Any]],
+    agg_key_funcs: Mapping[str, Callable[[Sequence[float]], float]] | None = None,
+    default_func: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> dict[str, Any]:
+    """Merge dicts, also nested ones: the values of a key become one by the key's function, the mean by default."""
+    functions = agg_key_funcs or {}
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in dicts for key in one):
+        values = [one[key] for one in dicts if key in one]
+        function: Any = functions.get(key)
+        if isinstance(values[0], dict):
+            merged[key] = merge_dicts(values, function, default_func)
+        else:
+            merged[key] = (function or default_func)(values)
+    return merged
+
+
+# lightning.fabric.utilities
+
+
+def sized_len(dataloader: Any) -> int | None:
+    """The length of an object; None if it has none."""
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def convert_tensors_to_scalars(data: Any) -> Any:
+    """Nested dicts, lists and tuples with each tensor of one element as a number.
+
+    Raises:
+        ValueError: a tensor has more elements.
+    """
+    if isinstance(data, Tensor):
+        if data.numel() != 1:
+            raise ValueError(f"A tensor of shape {tuple(data.shape)} is not one number. Reduce it before logging it.")
+        return data.item()
+    if isinstance(data, Mapping):
+        return {name: convert_tensors_to_scalars(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(convert_tensors_to_scalars(value) for value in data)
+    return data
+
+
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Silence Paceline's warnings, or those that are shown for one module."""
+    warnings.filterwarnings("ignore", module=module, category=messages.PacelineWarning)
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Whether a function has an argument, takes any (unless ``explicit``), or has at least ``min_args``."""
+    found = inspect.getfullargspec(inspect.unwrap(hook_fx))
+    names = found.args[1:] if found.args[:1] == ["self"] else found.args
+    takes_any = not explicit and found.varargs is not None
+    return param in names or takes_any or (min_args is not None and len(names) >= min_args)

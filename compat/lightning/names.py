@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..finder import Package, Target, placeholder
+from .surface import SURFACE
 
 #: The version of Lightning whose names these are; programs see it as the installed one.
 VERSION = "2.6.1"
@@ -23,7 +24,7 @@ _HOMES = {
     "callbacks.model_pruning": "ModelPruning",
     "callbacks.model_summary": "ModelSummary RichModelSummary summarize",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
-    "callbacks.prediction_writer": "BasePredictionWriter",
+    "callbacks.prediction_writer": "BasePredictionWriter WriteInterval",
     "callbacks.progress": "ProgressBar",
     "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
     "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
@@ -34,7 +35,7 @@ _HOMES = {
     "checkpoint.checkpoint_io": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO",
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
-    "loggers.base": "DummyLogger Logger",
+    "loggers.base": "DummyLogger Logger rank_zero_experiment",
     "loggers.csv": "CSVLogger ExperimentWriter",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
@@ -43,15 +44,17 @@ _HOMES = {
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
     "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
-    "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.demos": (
         "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
         "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
     ),
     "compat.lightning.helpers": (
         "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
-        "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters"
+        "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters "
+        "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
+        "sized_len convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
     ),
+    "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -118,9 +121,13 @@ _RENAMED = {
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
-    "SpikeDetection": Target("callbacks.loss_guard", "LossGuard"),
+    "SpikeDetection": Target("compat.lightning.callbacks", "SpikeDetection"),
     "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
     "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
+    "ACCELERATOR_REGISTRY": Target("processes.accelerators", "AcceleratorRegistry"),
+    "ParallelStrategy": Target("strategies.distributed", "DistributedStrategy"),
+    "is_cudnn_snafu": Target("memory.out_of_memory_retry", "is_out_of_memory"),
+    "is_out_of_cpu_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "is_cuda_out_of_memory": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "is_oom_error": Target("memory.out_of_memory_retry", "is_out_of_memory"),
     "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
@@ -134,234 +141,101 @@ _NOT_HERE = {
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger"
     ),
-    "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
+    "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
+    "a Strategy shards and averages; for collectives of your own use torch.distributed": (
+        "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
+        "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
+        "is_shared_filesystem prepare_for_backward remove_module_hooks"
+    ),
+    "the loop keeps the results of steps itself": (
+        "AbstractClosure ClosureResult ManualResult OutputResult RestartStage check_finite_loss"
+    ),
+    "TrainingModule and DataModule have its methods": "CheckpointHooks DataHooks ModelHooks",
+    "it is one of Lightning's demos": (
+        "BoringDataModuleNoLen Dictionary LightningLSTM LightningTransformer MNIST MNISTDataModule Net "
+        "PositionalEncoding SequenceSampler SimpleLSTM Transformer WikiText2 get_torchvision_model tokenize"
+    ),
+    "use `paceline checkpoint convert`": (
+        "convert_zero_checkpoint_to_fp32_state_dict ds_checkpoint_dir main migrate_checkpoint pl_legacy_patch"
+    ),
+    "use ModelSummary": (
+        "DeepSpeedLayerSummary DeepSpeedSummary LayerSummary PARAMETER_NUM_UNITS UNKNOWN_SIZE NOT_APPLICABLE "
+        "deepspeed_param_size get_formatted_model_size parse_batch_shape"
+    ),
+    "use DeviceStatsMonitor": "get_device_stats get_nvidia_gpu_stats",
+    "use torch.profiler": "XLAProfiler",
+    "Paceline serves no models": "ServableModule ServableModuleValidator",
+    "Paceline downloads no models": "download_model_from_registry find_model_local_ckpt_path",
+    "use save_hyperparameters": (
+        "CHECKPOINT_PAST_HPARAMS_KEYS clean_namespace collect_init_args convert parse_class_init_keys "
+        "save_hparams_to_tags_csv update_hparams"
+    ),
+    "seed_everything seeds the workers of loaders too": "max_seed_value min_seed_value pl_worker_init_function",
+    "precision='64-true' converts the module itself": "LightningDoublePrecisionModule",
+    "AcceleratorRegistry is a dict": "call_register_accelerators",
+    "it has no meaning here": (
+        "BType CONVERSION_DTYPES CPU_DEVICE FRAMEWORK_NAME LEFTOVER_PARAMS_NAME LOCAL_FILE_URI_PREFIX LRSchedulerType "
+        "LightningEnum MODULE_OPTIMIZERS ModuleType Steppable TBroadcast TModel TReduce T_destination Tqdm "
+        "UntypedStorage comet_experiment convert_to_tensors"
+    ),
 }
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
-_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator"
-_CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
-_ENVIRONMENTS = (
-    "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
-    "TorchElasticEnvironment"
-)
-_CALLBACKS = (
-    "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
-    "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
-    "LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
-    "RichProgressBar StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
-)
-_STRATEGIES = "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy Strategy"
 _RANK_ZERO = (
     "LightningDeprecationWarning WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation "
     "rank_zero_info rank_zero_only rank_zero_warn"
 )
 _TYPES = _HOMES["utilities.types"]
-_UTILITIES = (
-    "AttributeDict CombinedLoader GradClipAlgorithmType find_shared_parameters grad_norm is_overridden "
-    "move_data_to_device rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn set_shared_parameters"
-)
-_PRECISIONS = "DoublePrecision HalfPrecision MixedPrecision Precision"
-
-#: Lightning's modules and their names. Every module stands under ``lightning``.
-_MODULES = {
-    "": "Callback Fabric LightningDataModule LightningModule Trainer seed_everything",
-    "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
-    "pytorch.accelerators": _ACCELERATORS,
-    "pytorch.accelerators.accelerator": "Accelerator",
-    "pytorch.accelerators.cpu": "CPUAccelerator get_cpu_stats",
-    "pytorch.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
-    "pytorch.accelerators.mps": "MPSAccelerator",
-    "pytorch.accelerators.xla": "XLAAccelerator",
-    "pytorch.callbacks": _CALLBACKS,
-    "pytorch.callbacks.batch_size_finder": "BatchSizeFinder",
-    "pytorch.callbacks.callback": "Callback",
-    "pytorch.callbacks.checkpoint": "Checkpoint",
-    "pytorch.callbacks.device_stats_monitor": "DeviceStatsMonitor",
-    "pytorch.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
-    "pytorch.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
-    "pytorch.callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
-    "pytorch.callbacks.lambda_function": "LambdaCallback",
-    "pytorch.callbacks.lr_finder": "LearningRateFinder",
-    "pytorch.callbacks.lr_monitor": "LearningRateMonitor",
-    "pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
-    "pytorch.callbacks.model_summary": "ModelSummary",
-    "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
-    "pytorch.callbacks.pruning": "ModelPruning",
-    "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
-    "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
-    "pytorch.callbacks.progress.progress_bar": "ProgressBar",
-    "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
-    "pytorch.callbacks.progress.tqdm_progress": "TQDMProgressBar",
-    "pytorch.callbacks.rich_model_summary": "RichModelSummary",
-    "pytorch.callbacks.spike": "SpikeDetection",
-    "pytorch.callbacks.stochastic_weight_avg": "StochasticWeightAveraging",
-    "pytorch.callbacks.throughput_monitor": "ThroughputMonitor",
-    "pytorch.callbacks.timer": "Timer",
-    "pytorch.callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
-    "pytorch.core": "LightningDataModule LightningModule",
-    "pytorch.core.datamodule": "LightningDataModule",
-    "pytorch.core.hooks": "",
-    "pytorch.core.mixins": "HyperparametersMixin",
-    "pytorch.core.mixins.hparams_mixin": "HyperparametersMixin",
-    "pytorch.core.module": "LightningModule LightningOptimizer",
-    "pytorch.core.optimizer": "LightningOptimizer",
-    "pytorch.core.saving": "get_filesystem load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
-    "pytorch.demos": "",
-    "pytorch.demos.boring_classes": _HOMES["compat.lightning.demos"],
-    "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
-    "pytorch.loggers.csv_logs": "CSVLogger ExperimentWriter",
-    "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
-    "pytorch.loggers.tensorboard": "TensorBoardLogger",
-    "pytorch.loggers.utilities": "",
-    "pytorch.loggers.wandb": "WandbLogger",
-    "pytorch.loops": "",
-    "pytorch.overrides": "",
-    "pytorch.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} TorchSyncBatchNorm",
-    "pytorch.cli": (
-        "ArgsType LRSchedulerCallable LRSchedulerTypeTuple LRSchedulerTypeUnion LightningArgumentParser LightningCLI "
-        "OptimizerCallable ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module"
-    ),
-    "pytorch.plugins.environments": _ENVIRONMENTS,
-    "pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
+#: Names that programs import from these modules, beside the public ones.
+_PRIVATE = {
+    "pytorch.accelerators": "AcceleratorRegistry",
+    "pytorch.accelerators.cuda": "num_cuda_devices",
+    "pytorch.core.module": "LightningOptimizer",
+    "pytorch.core.saving": "get_filesystem",
+    "pytorch.loggers.logger": "DummyExperiment",
     "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
     "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
-    "pytorch.plugins.layer_sync": "TorchSyncBatchNorm",
-    "pytorch.plugins.precision.deepspeed": "",
-    "pytorch.plugins.precision.double": "DoublePrecision",
-    "pytorch.plugins.precision.fsdp": "",
-    "pytorch.plugins.precision.half": "HalfPrecision",
-    "pytorch.plugins.io": _CHECKPOINT_IO,
-    "pytorch.plugins.precision": _PRECISIONS,
-    "pytorch.plugins.precision.amp": "MixedPrecision",
-    "pytorch.plugins.precision.precision": "Precision",
-    "pytorch.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
-    "pytorch.profilers.advanced": "AdvancedProfiler",
-    "pytorch.profilers.base": "PassThroughProfiler",
-    "pytorch.profilers.profiler": "Profiler",
-    "pytorch.profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper",
-    "pytorch.profilers.simple": "SimpleProfiler",
-    "pytorch.strategies": f"{_STRATEGIES} StrategyRegistry",
-    "pytorch.strategies.ddp": "DDPStrategy",
-    "pytorch.strategies.deepspeed": "DeepSpeedStrategy",
-    "pytorch.strategies.fsdp": "FSDPStrategy",
-    "pytorch.strategies.model_parallel": "ModelParallelStrategy",
-    "pytorch.strategies.single_device": "SingleDeviceStrategy",
-    "pytorch.strategies.strategy": "Strategy",
-    "pytorch.trainer": "Trainer seed_everything",
+    "pytorch.strategies": "StrategyRegistry",
     "pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
-    "pytorch.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
-    "pytorch.trainer.trainer": "Trainer",
-    "pytorch.tuner": "Tuner",
     "pytorch.tuner.lr_finder": "_LRFinder",
-    "pytorch.tuner.tuning": "Tuner",
-    "pytorch.utilities": _UTILITIES,
-    "pytorch.utilities.compile": "from_compiled to_uncompiled",
-    "pytorch.utilities.combined_loader": "CombinedLoader",
-    "pytorch.utilities.data": "extract_batch_size has_iterable_dataset has_len has_len_all_ranks",
-    "pytorch.utilities.enums": "GradClipAlgorithmType",
-    "pytorch.utilities.exceptions": "MisconfigurationException SIGTERMException",
-    "pytorch.utilities.grads": "grad_norm",
-    "pytorch.utilities.imports": "",
-    "pytorch.utilities.argparse": "",
-    "pytorch.utilities.memory": "garbage_collection_cuda is_cuda_out_of_memory is_oom_error recursive_detach",
-    "pytorch.utilities.model_helpers": "is_overridden",
-    "pytorch.utilities.model_summary": "get_human_readable_count summarize",
-    "pytorch.utilities.model_summary.model_summary": "get_human_readable_count summarize",
-    "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
-    "pytorch.utilities.parsing": (
-        "AttributeDict get_init_args is_picklable lightning_getattr lightning_hasattr lightning_setattr "
-        "save_hyperparameters"
-    ),
+    "pytorch.utilities": "is_overridden",
+    "pytorch.utilities.data": "has_iterable_dataset has_len",
+    "pytorch.utilities.exceptions": "MisconfigurationException",
     "pytorch.utilities.rank_zero": _RANK_ZERO,
-    "pytorch.utilities.seed": "isolate_rng",
     "pytorch.utilities.testing": "_runif_reasons",
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": "PossibleUserWarning",
-    "fabric": "Fabric is_wrapped seed_everything",
-    "fabric.fabric": "Fabric _FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
-    "fabric.loggers": "CSVLogger Logger TensorBoardLogger",
-    "fabric.loggers.csv_logs": "CSVLogger",
-    "fabric.loggers.logger": "Logger",
-    "fabric.loggers.tensorboard": "TensorBoardLogger",
-    "fabric.plugins.precision": _PRECISIONS,
-    "fabric.plugins.precision.amp": "MixedPrecision",
-    "fabric.plugins.precision.precision": "Precision",
-    "fabric.strategies.single_device": "SingleDeviceStrategy",
-    "fabric.strategies.strategy": "Strategy",
-    "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
-    "fabric.accelerators": _ACCELERATORS,
-    "fabric.accelerators.accelerator": "Accelerator",
-    "fabric.accelerators.cuda": "CUDAAccelerator find_usable_cuda_devices is_cuda_available num_cuda_devices",
-    "fabric.accelerators.mps": "MPSAccelerator",
-    "fabric.accelerators.xla": "XLAAccelerator",
-    "fabric.plugins.environments": _ENVIRONMENTS,
-    "fabric.plugins.environments.cluster_environment": "ClusterEnvironment",
-    "fabric.plugins.environments.slurm": "SLURMEnvironment",
-    "fabric.plugins.environments.torchelastic": "TorchElasticEnvironment",
-    "fabric.plugins.environments.lightning": "LightningEnvironment find_free_network_port",
-    "fabric.plugins.io": _CHECKPOINT_IO,
-    "fabric.plugins.io.checkpoint_io": "CheckpointIO",
-    "fabric.plugins.io.torch_io": "TorchCheckpointIO",
-    "fabric.utilities.cloud_io": "get_filesystem",
-    "fabric.utilities.distributed": "",
-    "fabric.utilities.spike": "SpikeDetection TrainingSpikeException",
-    "fabric.utilities.throughput": "Throughput get_available_flops measure_flops",
-    "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
-    "fabric.strategies": f"{_STRATEGIES} STRATEGY_REGISTRY",
-    "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
-    "fabric.utilities.apply_func": "move_data_to_device",
-    "fabric.utilities.data": "AttributeDict has_iterable_dataset has_len suggested_max_num_workers",
-    "fabric.utilities.enums": "",
-    "fabric.utilities.exceptions": "MisconfigurationException",
-    "fabric.utilities.imports": "",
+    "fabric.accelerators": "AcceleratorRegistry",
+    "fabric.fabric": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects is_wrapped",
     "fabric.utilities.rank_zero": _RANK_ZERO,
-    "fabric.utilities.seed": "isolate_rng reset_seed seed_everything",
+    "fabric.utilities.seed": "isolate_rng",
+    "fabric.utilities.testing": "_runif_reasons",
     "fabric.utilities.types": _TYPES,
-    "fabric.utilities.warnings": "PossibleUserWarning",
+    "fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer _unwrap_objects",
+    "pytorch._graveyard": "",
 }
-
-
-#: Lightning's modules of which programs use private names at most.
-_PRIVATE_ONLY = (
-    "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
-    "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-    "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-    "fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry "
-    "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
-    "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
-    "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
-    "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
-    "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
-    "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
-    "pytorch.trainer.connectors "
-    "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
-    "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
-    "pytorch.trainer.connectors.logger_connector.fx_validator "
-    "pytorch.trainer.connectors.logger_connector.logger_connector "
-    "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
-    "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
-    "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
-)
-_MODULES |= dict.fromkeys(_PRIVATE_ONLY.split(), "")
 
 
 def _table() -> dict[str, dict[str, Target]]:
     table = {
-        f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
-        for module, names in _MODULES.items()
+        module: {name: TARGETS[name] for name in names.split() if name in TARGETS} for module, names in SURFACE.items()
     }
+    for module, names in _PRIVATE.items():
+        table.setdefault(f"lightning.{module}", {}).update({name: TARGETS[name] for name in names.split()})
     # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
     table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
-    for module, names in table.items():
-        if module.startswith("lightning.fabric.loggers"):
-            for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
-                names[name] = Target("compat.lightning.fabric_loggers", name)
+    for module in ("", ".csv_logs", ".tensorboard"):
+        names = table[f"lightning.fabric.loggers{module}"]
+        for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
+            names[name] = Target("compat.lightning.fabric_loggers", name)
+    for module in ("", ".throughput"):
+        names = table[f"lightning.fabric.utilities{module}"]
+        names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
     # What describes a module has the name of the callback that prints it.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]

@@ -1,4 +1,4 @@
-"""Names of Lightning that are not part of its interface and that programs use all the same."""
+"""Names that are not part of Lightning's interface but that programs use anyway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AVAILABLE = re.compile(r"(_[A-Z0-9_]+)_AVAILABLE")
 
 
 def find(name: str) -> Any:
-    """The value of such a name; UNKNOWN if it is part of the interface and there is nothing of that name."""
+    """The value of such a name; UNKNOWN for a public name that does not exist."""
     if name in _VALUES:
         return _VALUES[name]
     if flag := _FLAG.fullmatch(name):
@@ -56,7 +56,7 @@ def _compare(package: str, comparison: str, wanted: str) -> bool:
 
 
 def find_free_network_port() -> int:
-    """A port of this machine that is free just now."""
+    """A port of this machine that is currently free."""
     with socket.socket() as one:
         one.bind(("", 0))
         return one.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a test asks of the machine, for suites that are written with Lightning's ``RunIf``."""
+"""What test suites written for Lightning use: reasons to skip a test, and mocks of callbacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+
+from ...callbacks.base import OTHER_METHODS, Callback
 
 #: Arguments that ask for a package.
 _PACKAGES = {
@@ -21,6 +23,26 @@ _PACKAGES = {
     "sklearn": "sklearn",
     "tensorrt": "torch_tensorrt",
 }
+
+#: Attributes of a Callback that Lightning's does not have.
+_ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last", "skips_together")
+
+
+def complete_mocks(callbacks: list[Any]) -> None:
+    """Give every ``Mock(spec=Callback)`` what Paceline asks of a callback and Lightning does not."""
+    mock = sys.modules.get("unittest.mock")
+    if mock is None:
+        return
+    real = Callback()
+    for one in callbacks:
+        if not isinstance(one, mock.NonCallableMock) or "runs_first" in vars(one):
+            continue
+        for name in (*_ATTRIBUTES, *(method for method in OTHER_METHODS if not method.endswith("state_dict"))):
+            setattr(one, name, getattr(real, name))
+        for calls in (one.method_calls, one.mock_calls):
+            calls[:] = [call for call in calls if call[0] not in OTHER_METHODS]
+        one.state_key = f"{type(one).__qualname__}{id(one)}"
+        one.state_dict.return_value = {}
 
 
 def runif_reasons(
@@ -38,21 +60,21 @@ def runif_reasons(
     dynamo: bool = False,
     **packages: bool,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Why a test cannot run here, and the marks that it gets.
+    """Return why a test cannot run here, and the marks that it gets.
 
     Args:
-        min_cuda_gpus: so many GPUs.
+        min_cuda_gpus: at least this many GPUs.
         min_torch: this version or a later one.
         max_torch: a version before this one.
         min_python: this version or a later one.
         bf16_cuda: a GPU that computes in bfloat16.
-        tpu: a TPU; there never is one.
-        mps: True: an Apple GPU; False: none.
+        tpu: a TPU, which is never available.
+        mps: True: an Apple GPU; False: no Apple GPU.
         skip_windows: not Windows.
         linux_only: Linux.
-        standalone: that the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
+        standalone: the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
         dynamo: ``torch.compile``.
-        **packages: that a package is installed.
+        **packages: True for each package that must be installed.
     """
     reasons: list[str] = []
     marks: dict[str, bool] = {}

@@ -98,6 +98,11 @@ def _batches(trainer: Trainer) -> Progress:
     return Progress(state.batch_idx + 1, state.next_batch)
 
 
+def _total_batch_idx(trainer: Trainer) -> int:
+    state = trainer.state
+    return state.batches - (state.next_batch > state.batch_idx)
+
+
 def _steps(trainer: Trainer) -> Progress:
     return Progress(trainer.state.global_step, trainer.state.global_step)
 
@@ -139,7 +144,7 @@ class EpochLoop(View):
     writes: ClassVar[Mapping[str, str]] = {"max_steps": "max_steps", "min_steps": "min_steps"}
     reads: ClassVar[Mapping[str, Read]] = {
         "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
-        "total_batch_idx": (lambda trainer: trainer.state.batches - 1, "trainer.state.batches - 1"),
+        "total_batch_idx": (_total_batch_idx, "trainer.state.batches"),
         "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
         "batch_progress": (_batches, "trainer.state.batch_idx"),
         "val_loop": (lambda trainer: ValidationLoop(trainer), "trainer.num_val_batches"),
@@ -169,7 +174,7 @@ class FitLoop(View):
         "epoch_progress": (_epochs, "trainer.current_epoch"),
         "max_batches": (lambda trainer: trainer.num_training_batches, "trainer.num_training_batches"),
         "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
-        "total_batch_idx": (lambda trainer: trainer.state.batches - 1, "trainer.state.batches - 1"),
+        "total_batch_idx": (_total_batch_idx, "trainer.state.batches"),
         "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
         "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
         "_combined_loader": (lambda trainer: trainer.train_dataloader, "trainer.train_dataloader"),

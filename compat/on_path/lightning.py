@@ -1,4 +1,4 @@
-"""The package ``lightning`` in a Python that a program with the stand-in has started: Paceline's."""
+"""Stand-in for ``lightning`` in Python processes started by a program that uses Paceline's stand-in."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The package DeepSpeed: whether it is installed, the device it was imported for, and its log."""
+"""The DeepSpeed package: check that it is installed, import it for a device, and filter its log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ OLDEST = (0, 19)
 
 
 def require_deepspeed(stage: int) -> None:
-    """Raise if DeepSpeed is not installed or too old; the error names a strategy to use instead of this stage."""
+    """Raise if DeepSpeed is missing or too old; the error names a strategy that can replace this stage."""
     if importlib.util.find_spec("deepspeed") is None:
-        instead = "'fsdp', which does what stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
+        instead = (
+            "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"
+        )
         raise ModuleNotFoundError(
             f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
-            f"Without it, write strategy={instead}.",
+            f"Without it, use strategy={instead}.",
             name="deepspeed",
         )
     found = version("deepspeed")
@@ -44,10 +46,10 @@ def use_device(kind: str) -> None:
             f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Create the Trainer "
             f"first, or set DS_ACCELERATOR={kind} in the environment."
         )
-    # Paceline counts the steps that fp16 skips, and reports others.
+    # Paceline counts the steps that fp16 skips, and reports other skipped steps itself.
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)
     if kind == "cpu":
-        # DeepSpeed would compile a collective for inference, which takes a minute and fails without a compiler.
+        # DeepSpeed would compile a collective for inference. That takes a minute and fails without a compiler.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: as settings and plugins describe it, what the run decides, and what contradicts that."""
+"""DeepSpeed's configuration: read it from settings and plugins, add what the run decides, reject contradictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DeepSpeedName = Literal[
     "deepspeed_stage_3_offload",
 ]
 
-#: The setting that each field can come from.
+#: The setting that can provide each field.
 _FROM = {
     "hf_ds_config": "deepspeed_config_file",
     "gradient_clipping": "gradient_clipping",
@@ -49,7 +49,7 @@ _UNSUPPORTED = (
 
 @dataclass
 class DeepSpeedSettings:
-    """ZeRO as fields; ``DeepSpeedPlugin`` describes them. A field that is None is not set."""
+    """The settings of ZeRO, documented in ``DeepSpeedPlugin``. None means not set."""
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -67,16 +67,16 @@ class DeepSpeedSettings:
     msamp_opt_level: str | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields have the values of the settings."""
+        """A copy whose unset fields are filled from the settings."""
         return fill(self, settings, _FROM)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, from its file if it is one, without values ``"auto"``."""
+        """The configuration, read from its file if it is a path, without ``"auto"`` values."""
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration or else from the field.
+        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration if set, else from the field.
 
         Raises:
             ValueError: the two differ.
@@ -84,13 +84,13 @@ class DeepSpeedSettings:
         field, config = getattr(self, name), self.deepspeed_config.get(name)
         if None not in (field, config) and field != config:
             raise ValueError(
-                f"{type(self).__name__}({name}={field!r}) contradicts its configuration, which says {config!r}. "
+                f"{type(self).__name__}({name}={field!r}) contradicts its configuration, which has {config!r}. "
                 "Leave one out."
             )
         return field if config is None else config
 
     def options(self) -> dict[str, Any]:
-        """The arguments of DeepSpeedStrategy.
+        """The arguments for DeepSpeedStrategy.
 
         Raises:
             NotImplementedError: Paceline does not support a field.
@@ -99,17 +99,17 @@ class DeepSpeedSettings:
         for name in _UNSUPPORTED:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline clips, "
-                    "scales and saves what DeepSpeed keeps in memory, in 16 or 32 bits, without mixtures of experts. "
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can only "
+                    "clip, scale and save tensors in memory, with 16 or 32 bits, without mixtures of experts. "
                     "Leave it out."
                 )
         if not self.is_train_batch_min or self.zero3_init_flag:
             named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
             messages.info_once(
-                f"{type(self).__name__}({named}) has no effect: DeepSpeed does not get the batch size, and models are "
-                "split when they are prepared."
+                f"{type(self).__name__}({named}) has no effect: DeepSpeed does not need the batch size, and models are "
+                "partitioned when they are prepared."
             )
-        ours = ("gradient_accumulation_steps", "gradient_clipping")  # which the Accelerator does itself
+        ours = ("gradient_accumulation_steps", "gradient_clipping")  # the Accelerator does both itself
         config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
         found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
         if self.zero_stage is not None:
@@ -119,8 +119,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline clips, scales and saves what is in memory. "
-                    "Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can only clip, scale and save tensors in "
+                    "memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -129,7 +129,7 @@ class DeepSpeedSettings:
 
 # ---- the configuration ---------------------------------------------------------------------------------------------
 
-#: Keys that a configuration must not contain, because the run decides them, and how it does.
+#: Keys that a configuration must not contain, with the reason: the run decides them.
 DECIDED = {
     "optimizer": "configure_optimizers makes the optimizer",
     "scheduler": "configure_optimizers makes the scheduler",
@@ -139,11 +139,11 @@ DECIDED = {
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The configuration as a dict, without values ``"auto"``, which the run decides.
+    """The configuration as a dict, without ``"auto"`` values, because the run decides them.
 
     Raises:
         ValueError: the file does not exist or is not JSON, or it contains a key that the run decides.
-        TypeError: it is neither a dict nor a path.
+        TypeError: ``config`` is neither a dict nor a path.
     """
     if config is None:
         return {}
@@ -153,7 +153,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         found, name = _from_file(Path(config)), f"The DeepSpeed configuration {os.fspath(config)!r}"
     else:
         raise TypeError(
-            f"DeepSpeedStrategy(config={config!r}) is {messages.a(config)}. Pass a dict, or the path of a JSON file."
+            f"DeepSpeedStrategy: config={config!r} is {messages.a(config)}. Pass a dict, or the path of a JSON file."
         )
     found = _without_auto(found)
     for key, why in DECIDED.items():
@@ -162,21 +162,21 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
-                f"{name} sets the device of {key} to 'nvme', but Paceline clips, scales and saves what is in memory. "
-                'Write "device": "cpu".'
+                f"{name} sets the device of {key} to 'nvme', but Paceline can only clip, scale and save tensors in "
+                'memory. Use "device": "cpu".'
             )
     return found
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}): there is no such file in {Path.cwd()}.")
+        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r}: no such file in {Path.cwd()}.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) is not JSON: {error}.") from None
+        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) holds {messages.a(found)}, not a JSON object.")
+        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, not a JSON object.")
     return found
 
 
@@ -189,7 +189,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``over`` in their place, at every depth."""
+    """Merge ``over`` into a copy of ``base``, at every depth; values of ``over`` win."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
@@ -201,7 +201,7 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
     """The stage to use: the configuration's, or else the argument.
 
     Raises:
-        ValueError: it is not 1, 2 or 3, or it lacks something that is set.
+        ValueError: it is not 1, 2 or 3, or it does not support another setting.
     """
     zero = config.get("zero_optimization", {})
     chosen = zero.get("stage", stage)
@@ -210,13 +210,13 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
         raise ValueError(f"DeepSpeedStrategy has no ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
     if chosen != 3 and (offload_parameters or zero.get("offload_param")):
         raise ValueError(
-            f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 splits them. Write stage=3, or "
-            "leave offload_parameters out."
+            f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 partitions them. Use "
+            "stage=3, or leave offload_parameters out."
         )
     if chosen == 1 and zero.get("overlap_comm"):
         raise ValueError(
-            "The DeepSpeed configuration sets overlap_comm for stage 1, where a window that ends early has nothing to "
-            "overlap with. Leave it out, or use stage 2, which reduces gradients while backward runs."
+            "The DeepSpeed configuration sets overlap_comm for stage 1, where an accumulation window that ends early "
+            "has nothing to overlap with. Leave it out, or use stage 2, which reduces gradients during backward."
         )
     return chosen
 
@@ -224,10 +224,10 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
 def full_config(
     config: Mapping[str, Any], stage: int, precision: str, offload_optimizer: bool, offload_parameters: bool
 ) -> dict[str, Any]:
-    """The configuration for DeepSpeed: from the arguments and the precision, where the user's does not differ.
+    """The configuration for DeepSpeed: defaults from the arguments and the precision, overridden by the user's values.
 
-    With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the numbers
-    equal those of other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep
+    With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the results
+    match other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep
     float32 weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off: Paceline does both.
     """
     zero: dict[str, Any] = {"stage": stage}
@@ -248,7 +248,7 @@ def full_config(
     merged.pop("train_batch_size", None)
     zero = merged["zero_optimization"]
     if stage < 3 and precision != "16-true" and not offloads(merged):
-        # DeepSpeed finds overflows by the norm; without loss scaling a bad gradient must reach the user.
+        # DeepSpeed detects overflows by the norm; without loss scaling, the user must see a bad gradient.
         zero.setdefault("compute_grad_norm", precision == "16-mixed")
     return merged | {
         "train_micro_batch_size_per_gpu": 1,
@@ -273,7 +273,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
         if enabled is not None and bool(enabled) != (precision == mine):
             raise ValueError(
                 f"The DeepSpeed configuration says {key}.enabled={enabled!r}, but the precision is {precision!r}. "
-                f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: write "
+                f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: use "
                 f"Trainer(precision={mine!r}) for it, or leave {key!r} out of the configuration."
             )
     asked = config.get("gradient_accumulation_steps")
@@ -285,7 +285,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
 
 
 def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_size: int, accumulate: int) -> None:
-    """Raise if a configuration has another batch size than the loader."""
+    """Raise if a configuration's batch size differs from the loader's."""
     if micro is None:
         return
     whole = micro * world_size * accumulate
@@ -294,12 +294,12 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
             raise ValueError(
                 f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
                 f"{'' if real == micro else f', which makes {real} per step'}. The loader decides: leave {key} out, or "
-                'write "auto".'
+                'use "auto".'
             )
 
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
         f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
-        f'leave {key} out of the configuration (or write "auto"), or give the Trainer the same value.'
+        f'leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

@@ -1,4 +1,4 @@
-"""ZeRO: DeepSpeed's engine splits optimizer states, gradients and weights over the processes."""
+"""ZeRO: DeepSpeed's engine shards optimizer state, gradients and weights over the processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Optimizers that use several elements together, or create their state before ZeRO splits the parameters.
+#: Optimizers that combine several elements, or create their state before ZeRO partitions the parameters.
 WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 #: The state of DeepSpeed's loss scaler.
@@ -40,23 +40,23 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) by the package DeepSpeed.
+    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) through the DeepSpeed package.
 
-    Stage 1 splits the optimizer's state over the processes, stage 2 also gradients, stage 3 also weights. There is one
-    optimizer, which steps flat float32 slices of the weights, so it must treat each element by itself (SGD, Adam and
-    AdamW do). After backward the gradients are in those slices, not in ``parameter.grad``: read one with
-    ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the loss does not depend on has a gradient of
-    zeros, so weight decay still shrinks it.
+    Stage 1 shards the optimizer's state over the processes, stage 2 also the gradients, stage 3 also the weights. There
+    is one optimizer. It steps flat float32 slices of the weights, so it must update each element independently (SGD,
+    Adam and AdamW do). After backward the gradients are in those slices, not in ``parameter.grad``: read one with
+    ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the loss does not depend on has a zero gradient,
+    so weight decay still shrinks it.
 
     ``"bf16-mixed"`` and ``"16-mixed"`` are autocast with float32 weights, as under any strategy. ``"bf16-true"`` and
-    ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the split optimizer
-    (and in its state in checkpoints), and for fp16 DeepSpeed's own loss scale.
+    ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the sharded
+    optimizer (and in its state in checkpoints), and for fp16 DeepSpeed's own loss scale.
 
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
         offload_optimizer: keep the optimizer's state on the host, and step it there.
-        offload_parameters: keep weights on the host while they are not used (stage 3).
+        offload_parameters: keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration, a dict or the path of a JSON file. Its values replace these arguments; it
             must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
@@ -94,7 +94,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the process group, which DeepSpeed then uses too."""
+        """Join the process group; DeepSpeed uses the same one."""
         super().setup_environment()
         if self.precision.name not in PRECISIONS:
             raise ValueError(
@@ -103,7 +103,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         use_device(self.device.type)
         if self.precision.name == "16-true" and not import_module("deepspeed").get_accelerator().is_fp16_supported():
             raise ValueError(
-                f"Trainer(precision='16-true') with DeepSpeed: {self.device} does not compute in fp16. Use 'bf16-true' "
+                f"Trainer(precision='16-true') with DeepSpeed: {self.device} does not support fp16. Use 'bf16-true' "
                 "or '16-mixed'."
             )
         os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
@@ -116,18 +116,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """With stage 3, layers created in ``configure_model`` are split at once."""
+        """With stage 3, layers created in ``configure_model`` are partitioned immediately."""
         if self.stage < 3 or not dist.is_initialized():
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
-            return module  # it is already in place
+            return module  # already in place
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Return the module itself: the engine needs the optimizer and is created later."""
+        """Return the module itself: the engine needs the optimizer, so it is created later."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
                 f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it has "
@@ -145,10 +145,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return module
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Give DeepSpeed a copy of the optimizer to split; the user's keeps its parameters.
+        """Give DeepSpeed a copy of the optimizer to partition; the user's optimizer keeps its parameters.
 
-        Each step reads learning rates and other settings from the user's optimizer, which schedulers and callbacks
-        change.
+        Schedulers and callbacks change the user's optimizer, so each step reads learning rates and other settings from
+        it.
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
@@ -165,7 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._num_groups = len(groups)
         if not self._groups:
             raise ValueError(
-                f"No parameter of {type(optimizer).__name__} requires a gradient, so DeepSpeed has nothing to train. "
+                f"No parameter of {type(optimizer).__name__} requires gradients, so DeepSpeed has nothing to train. "
                 "Unfreeze some, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
@@ -176,10 +176,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         config = self._full_config
         parameters = self._root.parameters() if self._root else ()
         numel = sum(zero_partitions.whole_shape(parameter).numel() for parameter in parameters)
-        # A bucket is allocated in full, so it is not larger than all gradients.
+        # A bucket is allocated in full, so it should not be larger than all gradients together.
         config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, numel + 1024))
         where = SimpleNamespace(device_rank=self.device.index or 0)
-        with quiet(logging.ERROR):  # it warns about every optimizer but Adam
+        with quiet(logging.ERROR):  # DeepSpeed warns about every optimizer but Adam
             made = import_module("deepspeed").initialize(where, self._root, optimizer, config=config)
         self._engine = made[0]
 
@@ -225,7 +225,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine.set_gradient_accumulation_boundary(True)
         if self.stage == 1:
             self._engine.allreduce_gradients()
-        else:  # reduced with each backward
+        else:  # other stages reduce in each backward
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
 
     # ---- one step ----------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         loss = self.precision.scale_loss(loss)
         if not loss.requires_grad:
-            loss.backward()  # raises torch's error about a loss without a graph; DeepSpeed would assert
+            loss.backward()  # raises torch's error for a loss without a graph; DeepSpeed would fail an assertion
         if how is None:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -242,7 +242,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def _loss_scale(self) -> float:
-        """The factor in the gradients from DeepSpeed's own fp16 mode."""
+        """The factor by which DeepSpeed's own fp16 mode scales the gradients."""
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
@@ -251,7 +251,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
-        precision: Any = self.precision  # the one with a scaler
+        precision: Any = self.precision  # it is the precision with a scaler
         grads, found = zero_partitions.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
         sharded_tensors.multiply(grads, precision.inverse_scale())
         for grad in grads:
@@ -275,7 +275,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         largest = clip_value * self._loss_scale
         for grad in zero_partitions.gradients(self._engine.optimizer):
             overflow = torch.isinf(grad)
-            grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # it must stay visible
+            grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # keep the overflow visible
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
@@ -288,7 +288,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         setattr(optimizer, HAS_STEPPED, True)  # schedulers check this
         stepped = engine.was_step_applied()
         if not stepped:
-            for grad in lasting:  # infinite values would stay in the padding, which backward does not write
+            for grad in lasting:  # infinite values would stay in the padding, because backward does not write there
                 grad.zero_()
         precision: Any = self.precision
         if self._overflow is not None:
@@ -296,7 +296,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed skipped a step because the norm of the gradients was not finite; the step is not counted. "
+                "DeepSpeed skipped a step because the gradient norm was not finite; the step is not counted. "
                 "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
@@ -307,8 +307,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but had "
-                f"{self._num_groups} when DeepSpeed split them. Return all groups from configure_optimizers, or use "
-                "strategy='fsdp' or 'ddp' to add groups later."
+                f"{self._num_groups} when DeepSpeed partitioned them. Return all groups from configure_optimizers, or "
+                "use strategy='fsdp' or 'ddp' to add groups later."
             )
         for index, theirs in zip(self._groups, inner, strict=True):
             ours = optimizer.param_groups[index]
@@ -331,7 +331,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return result
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """As for other strategies, with whole tensors; the 16-bit modes add float32 weights and the loss scale."""
+        """The state with full tensors, as usual; the 16-bit modes add float32 weights and the loss scale."""
         state = optimizer.state_dict()
         if self._engine is None:
             return state
@@ -362,14 +362,14 @@ class DeepSpeedStrategy(DistributedStrategy):
             vars(self._engine.optimizer.loss_scaler).update(own["loss_scale"])
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """None: they are in DeepSpeed's own buffers."""
+        """None: the gradients are in DeepSpeed's own buffers."""
         return None
 
 
 class _Root(nn.Module):
-    """The module that DeepSpeed's engine wraps: its forward is a step of the user's module.
+    """The module that DeepSpeed's engine wraps. Its forward runs a step of the user's module.
 
-    Batches and results do not pass through its arguments, in which DeepSpeed only understands tensors, lists and dicts.
+    Batches and results bypass forward's arguments, because DeepSpeed only handles tensors, lists and dicts there.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -381,7 +381,7 @@ class _Root(nn.Module):
         return self._calls.pop()()
 
     def bind(self, step: Callable[..., T], engine: Callable[[], Any]) -> Callable[..., T]:
-        """The training step, run as the engine's forward."""
+        """Return a function that runs the training step as the engine's forward."""
 
         def through_engine(*args: Any, **kwargs: Any) -> T:
             self._calls.append(lambda: step(*args, **kwargs))
@@ -390,13 +390,13 @@ class _Root(nn.Module):
         return through_engine
 
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
-        """An evaluation step, run as a forward whose result DeepSpeed does not see."""
+        """Return a function that runs an evaluation step as a forward and hides its result from DeepSpeed."""
 
         def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
             self._calls.append(lambda: results.append(step(*args, **kwargs)))
             enabled = torch.is_grad_enabled()
-            # Weights that are gathered in inference mode could not be trained later.
+            # Weights gathered in inference mode could not be trained later.
             with torch.inference_mode(False), torch.set_grad_enabled(enabled):
                 self()
             return results[0]
@@ -405,10 +405,10 @@ class _Root(nn.Module):
 
 
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings with groups of its own, in which ZeRO puts its partitions."""
+    """An optimizer of the same class and settings, with its own groups for ZeRO's partitions."""
     double = object.__new__(type(optimizer))
     vars(double).update(vars(optimizer))
-    vars(double).pop("step", None)  # which a scheduler has wrapped
+    vars(double).pop("step", None)  # a scheduler has wrapped it
     double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     double.state = defaultdict(dict)
     return double
@@ -419,6 +419,6 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     for name in WHOLE_PARAMETERS:
         if name in kinds:
             raise ValueError(
-                f"{name} needs whole parameters, but DeepSpeed splits them into flat slices, so the result would "
-                "differ. Use an optimizer that treats each element by itself (SGD, AdamW, ...), or strategy='ddp'."
+                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so the result would "
+                "differ. Use an optimizer that updates each element independently (SGD, AdamW, ...), or strategy='ddp'."
             )

@@ -1,8 +1,8 @@
-"""Convert between ZeRO's flat partitions and whole tensors.
+"""Convert between ZeRO's flat partitions and full tensors.
 
-A ZeRO rank holds a float32 slice of each parameter group's concatenated parameters, with the optimizer's state for it.
-Checkpoints contain whole tensors, so they load under any strategy and number of ranks. This file finds the piece of
-each parameter that a rank holds, gathers pieces, and splits whole tensors.
+Each ZeRO rank holds a float32 slice of each parameter group's concatenated parameters, and the optimizer state for that
+slice. Checkpoints contain full tensors, so they can be loaded with any strategy and any number of ranks. This file
+finds the piece of each parameter that a rank holds, gathers pieces, and splits full tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
 class Piece:
     """The part of a parameter that this rank updates.
 
-    It has ``numel`` elements (0 if other ranks have them all), from ``start`` in the float32 partition ``flat``, shape
-    (partition,), and from ``first`` in the flattened parameter.
+    It has ``numel`` elements (0 if other ranks hold them all). They begin at ``start`` in the float32 partition
+    ``flat``, shape (partition,), and at ``first`` in the flattened parameter.
     """
 
     flat: Tensor
@@ -34,12 +34,12 @@ class Piece:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's shape, also while ZeRO-3 holds only a part of it."""
+    """A parameter's full shape, even while ZeRO-3 holds only a part of it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_split(parameter: Any) -> bool:
-    """Whether ZeRO-3 has split the parameter."""
+    """Whether ZeRO-3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")
 
 
@@ -70,7 +70,7 @@ def _pieces_of_split(zero: Any) -> Iterator[tuple[int, Piece]]:
 
 
 def gradients(zero: Any) -> list[Tensor]:
-    """The reduced gradients of this rank's pieces, with padding, which is 0."""
+    """The reduced gradients of this rank's pieces, including zero padding."""
     if offloads(zero):
         flats = zero.fp32_partitioned_groups_flat if splits(zero) else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats if flat.grad is not None]
@@ -78,7 +78,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def lasting_gradients(zero: Any) -> list[Tensor]:
-    """The :func:`gradients` whose memory the next step uses again."""
+    """The :func:`gradients` whose memory the next step reuses."""
     return gradients(zero) if splits(zero) or offloads(zero) else []
 
 
@@ -92,11 +92,11 @@ def offloads(zero: Any) -> bool:
     return zero.offload_optimizer if splits(zero) else zero.cpu_offload
 
 
-# ---- whole tensors ---------------------------------------------------------------------------------------------------
+# ---- full tensors ----------------------------------------------------------------------------------------------------
 
 
 def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    """Gather every rank's piece of ``values``, laid out like ``piece.flat``, in a tensor of the parameter's shape."""
+    """Gather every rank's piece of ``values``, laid out like ``piece.flat``, into a tensor of the parameter's shape."""
     shape = whole_shape(parameter)
     whole = torch.zeros(shape.numel(), dtype=values.dtype, device=device)
     whole[piece.first : piece.first + piece.numel] = values[piece.start : piece.start + piece.numel].to(device)
@@ -106,7 +106,7 @@ def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device
 
 @torch.no_grad()
 def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole``, which has the parameter's shape, to ``values``."""
+    """Write this rank's piece of ``whole`` (a full tensor in the parameter's shape) to ``values``."""
     part = whole.flatten()[piece.first : piece.first + piece.numel]
     values[piece.start : piece.start + piece.numel].copy_(part)
 
@@ -116,7 +116,7 @@ def optimizer_states(
 ) -> dict[int, dict[str, Any]]:
     """The optimizer's state by parameter index: flat tensors are gathered, other values (a step count) unchanged.
 
-    ``found`` has this rank's pieces. Every rank must call this; only ranks that ``keep`` get the result.
+    ``found`` has this rank's pieces. Every rank must call this; only ranks with ``keep`` get the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():
@@ -137,7 +137,7 @@ def optimizer_states(
 def load_optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], states: Mapping[int, Any]
 ) -> None:
-    """Load :func:`optimizer_states`, which any strategy may have saved."""
+    """Load :func:`optimizer_states`; any strategy may have saved them."""
     optimizer.state.clear()
     step_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for index, parameter in parameters.items():
@@ -173,7 +173,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Load :func:`master_weights`. The 16-bit weights that follow from them were saved too."""
+    """Load :func:`master_weights`. The 16-bit weights derived from them are saved separately."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]
@@ -181,7 +181,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The module's ``state_dict``, for which split parameters are gathered one at a time; empty unless ``keep``."""
+    """The module's ``state_dict``, gathering partitioned parameters one at a time; empty unless ``keep``."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -196,7 +196,7 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-    """``module.load_state_dict`` for split parameters, which are gathered one submodule at a time.
+    """``module.load_state_dict`` for partitioned parameters, which are gathered one submodule at a time.
 
     Raises:
         ValueError: tensors are missing, unexpected or have another shape.
@@ -229,5 +229,5 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
 
 
 def _together(parameters: list[Any], **given: Any) -> Any:
-    """Context in which split parameters are whole."""
+    """Context in which partitioned parameters are gathered."""
     return import_module("deepspeed.runtime.zero").GatheredParameters(parameters, **given)

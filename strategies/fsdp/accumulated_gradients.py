@@ -1,4 +1,4 @@
-"""Save and restore gradients that FSDP2 has accumulated and not reduced yet."""
+"""Save and restore gradients that FSDP2 has accumulated but not reduced yet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .. import sharded_tensors
 def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
     """This process's gradients on the CPU, by parameter name.
 
-    ``whole``: accumulated in this process and not reduced; ``part``: this process's part of a reduced gradient. None
-    if a whole gradient is itself split, along another dimension of the mesh.
+    ``whole``: an unsharded gradient, accumulated but not reduced; ``part``: this process's shard of a reduced gradient.
+    Returns None if an unsharded gradient is itself split along another mesh dimension.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
     """Restore the result of :func:`gather`. Every process must call this."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parts = [part for part in root.modules() if isinstance(part, FSDPModule)]
-    for part in parts:  # a whole parameter exists once it has been gathered
+    for part in parts:  # an unsharded parameter exists once it has been gathered
         part.unshard()
     for part in parts:
         part.reshard()

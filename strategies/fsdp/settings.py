@@ -1,4 +1,4 @@
-"""FSDP as launchers, settings files and plugins describe it, converted to the arguments of FSDPStrategy."""
+"""Convert FSDP settings from launchers, settings files and plugins to FSDPStrategy arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_S
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-#: The smallest number of parameters of a block, with SIZE_BASED_WRAP.
+#: The default minimum number of parameters in a block, for SIZE_BASED_WRAP.
 MIN_NUM_PARAMS = 100_000_000
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -33,7 +33,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 
-#: The fields that no setting has.
+#: Fields that have no setting.
 _WITHOUT_SETTING = (
     "mixed_precision_policy",
     "state_dict_config",
@@ -41,7 +41,7 @@ _WITHOUT_SETTING = (
     "limit_all_gathers",
     "param_init_fn",
 )
-#: The settings of fields whose setting is not ``fsdp_`` and the field's name.
+#: Settings that are not named ``fsdp_`` plus the field's name.
 _OTHER_NAMES = {
     "fsdp_version": "fsdp_version",
     "cpu_offload": "fsdp_offload_params",
@@ -51,7 +51,7 @@ _OTHER_NAMES = {
 
 @dataclass
 class FSDPSettings:
-    """FSDP 1 and 2 as fields, described in ``FullyShardedDataParallelPlugin``. A field that is None is not set."""
+    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``. None means not set."""
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -76,12 +76,12 @@ class FSDPSettings:
     min_num_params: int | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields have the values of the settings."""
+        """A copy whose unset fields are filled from the settings."""
         names = [field.name for field in fields(FSDPSettings) if field.name not in _WITHOUT_SETTING]
         return fill(self, settings, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
 
     def options(self) -> dict[str, Any]:
-        """The arguments of FSDPStrategy; a message names once the fields that have no effect.
+        """The arguments for FSDPStrategy. Fields that have no effect are reported once.
 
         Raises:
             ValueError: a field has an unknown value, or two fields contradict each other.
@@ -99,8 +99,8 @@ class FSDPSettings:
             kind = _word("state_dict_type", self.state_dict_type, STATES)
             if kind == "LOCAL_STATE_DICT":
                 raise ValueError(
-                    f"{type(self).__name__}(state_dict_type='LOCAL_STATE_DICT') does not exist in FSDP2. Choose "
-                    "'SHARDED_STATE_DICT', which loads on any number of processes."
+                    f"{type(self).__name__}: FSDP2 has no state_dict_type='LOCAL_STATE_DICT'. Use "
+                    "'SHARDED_STATE_DICT', which can be loaded with any number of processes."
                 )
             found["state_dict_type"] = "sharded" if kind == "SHARDED_STATE_DICT" else "full"
         self._say()
@@ -111,7 +111,7 @@ class FSDPSettings:
             "ignored_modules": "FSDP does not reduce the gradients of modules that it ignores. Freeze those modules "
             "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
             "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by "
-            "_init_weights(module) of a module around them. Write one of the two.",
+            "_init_weights(module) of an enclosing module. Define one of the two.",
             "activation_checkpointing_offload": "recomputed activations stay on the device. Use "
             "activation_checkpointing alone.",
         }
@@ -121,7 +121,8 @@ class FSDPSettings:
                 raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported: {fix}")
         if self.fsdp_version not in (None, 1, 2):
             raise ValueError(
-                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): only FSDP 1 and 2 exist. Write 2."
+                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): there are only FSDP 1 and 2. "
+                "Use fsdp_version=2."
             )
 
     def _sharding(self) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class FSDPSettings:
         if reshard is not None and not _is_truth(reshard):
             if asked is not None and _word("", asked, SHARDING) != _word("reshard_after_forward", reshard, SHARDING):
                 raise ValueError(
-                    f"{type(self).__name__}(sharding_strategy={asked!r}, reshard_after_forward={reshard!r}) "
+                    f"{type(self).__name__}: sharding_strategy={asked!r} and reshard_after_forward={reshard!r} "
                     "contradict each other. Leave one out."
                 )
             asked, reshard = reshard, None
@@ -141,7 +142,7 @@ class FSDPSettings:
             )
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         if self.fsdp_version == 1:
-            reshard = None  # the sharding strategy says it; launchers write both
+            reshard = None  # the sharding strategy decides it; launchers set both
         if keeps and reshard is not None and _truth(reshard):
             raise ValueError(
                 f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights from forward to backward, "
@@ -171,7 +172,7 @@ class FSDPSettings:
         return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
 
     def _say(self) -> None:
-        """Name the fields that ask for something that does not happen."""
+        """Report the fields that have no effect."""
         asked = {
             "fsdp_version=1": self.fsdp_version == 1,
             f"backward_prefetch={self.backward_prefetch!r}": self.backward_prefetch is not None
@@ -187,9 +188,9 @@ class FSDPSettings:
         named = [name for name, is_asked in asked.items() if is_asked]
         if named:
             messages.info_once(
-                f"{type(self).__name__}: {', '.join(named)} without effect. FSDP2 starts from rank 0's weights, keeps "
-                "the original parameters, fetches the next block while one computes, and gathers complete states on "
-                "rank 0's CPU."
+                f"{type(self).__name__}: these settings have no effect: {', '.join(named)}. FSDP2 starts from rank 0's "
+                "weights, keeps the original parameters, prefetches the next block while one computes, and gathers "
+                "full state dicts on rank 0's CPU."
             )
 
 
@@ -202,7 +203,7 @@ def _truth(value: Any) -> bool:
 
 
 def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
-    """The word that a string, an enum of torch or its number (from 1) stands for."""
+    """The word for a string, a torch enum or its number (from 1)."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(words):
         return words[int(text) - 1]
@@ -215,14 +216,14 @@ def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
 
 
 def _offload(asked: Any) -> Any:
-    """The argument of FSDPStrategy for a bool, FSDP 1's ``CPUOffload`` or FSDP2's policy."""
+    """Convert a bool, FSDP 1's ``CPUOffload`` or FSDP2's policy to FSDPStrategy's ``cpu_offload`` argument."""
     if isinstance(asked, (bool, str)) or asked is None:
         return _truth(asked)
     return asked.offload_params if hasattr(asked, "offload_params") else asked
 
 
 def _policy(asked: Any) -> Any:
-    """FSDP2's policy for FSDP 1's, a dict of its arguments or the name of a dtype."""
+    """Convert FSDP 1's policy, a dict of arguments or the name of a dtype to FSDP2's policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if asked is None or isinstance(asked, MixedPrecisionPolicy):
@@ -242,7 +243,7 @@ def _policy(asked: Any) -> Any:
     if hasattr(asked, "param_dtype") and hasattr(asked, "buffer_dtype"):
         if asked.buffer_dtype not in (None, torch.float32):
             raise ValueError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy=...) has buffer_dtype={asked.buffer_dtype}, "
+                f"FullyShardedDataParallelPlugin: mixed_precision_policy has buffer_dtype={asked.buffer_dtype}, "
                 "which FSDP2 does not support: buffers keep their dtype. Leave it out."
             )
         return MixedPrecisionPolicy(
@@ -251,7 +252,7 @@ def _policy(asked: Any) -> Any:
             cast_forward_inputs=bool(asked.cast_forward_inputs or asked.cast_root_forward_inputs),
         )
     raise TypeError(
-        f"FullyShardedDataParallelPlugin(mixed_precision_policy={asked!r}) is {messages.a(asked)}. Pass a "
+        f"FullyShardedDataParallelPlugin: mixed_precision_policy={asked!r} is {messages.a(asked)}. Pass a "
         "torch.distributed.fsdp.MixedPrecisionPolicy, a dict of its arguments, or 'bf16' or 'fp16'."
     )
 
@@ -266,7 +267,7 @@ def _dtype(name: Any) -> Any:
 
 
 def _torch_policy(given: Any) -> Any:
-    """The argument of FSDPStrategy for a policy of torch.distributed.fsdp.wrap; other functions stay as they are."""
+    """Convert a policy of torch.distributed.fsdp.wrap to FSDPStrategy's ``wrap``; other functions stay unchanged."""
     policy: Any = given
     told: Mapping[str, Any] = given.keywords if isinstance(given, functools.partial) else {}
     classes = told.get("transformer_layer_cls") or told.get("module_classes")
@@ -279,7 +280,7 @@ def _torch_policy(given: Any) -> Any:
         return lambda _, module: bool(decide(module))
     if not callable(policy):
         raise TypeError(
-            f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is {messages.a(policy)}. Pass one of "
+            f"FullyShardedDataParallelPlugin: auto_wrap_policy={policy!r} is {messages.a(policy)}. Pass one of "
             f"{messages.names(name.lower() for name in WRAPPING)}, or a policy of torch.distributed.fsdp.wrap."
         )
     if {"module", "recurse", "nonwrapped_numel"} <= set(inspect.signature(policy).parameters):

@@ -44,41 +44,43 @@ _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy
 class FSDPStrategy(DistributedStrategy):
     """``"fsdp"``: torch's ``fully_shard`` (Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO-3, Rajbhandari et al., 2020).
 
-    The step gathers the module's repeated blocks one after the other. Parameters outside the blocks (the root's group)
-    are whole during the entire step, so ``training_step`` may use them directly.
+    The step gathers the module's repeated blocks one by one. Parameters outside the blocks (the root's group) stay
+    unsharded for the whole step, so ``training_step`` can use them directly.
 
-    Mixed precision: weights are gathered in float32 and the step runs in autocast, so the numbers equal those of one
-    device. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`` gathers 16
-    bits instead, with half the communication and half the memory for gathered weights. Everything then computes in
-    that dtype, including normalization, softmax and loss, and there is no autocast.
+    Mixed precision: weights are gathered in float32 and the step runs under autocast, so the results match a
+    single-device run. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)``
+    gathers in 16 bits instead, which halves the communication and the memory for gathered weights. Everything then
+    computes in that dtype, including normalization, softmax and loss, and autocast is off.
 
-    Accumulating micro-batches communicate no gradients, so each process accumulates whole gradients.
+    Processes do not reduce gradients until the last micro-batch of an accumulation, so each process holds full,
+    unsharded gradients until then.
 
     All ranks start from rank 0's weights. Layers that ``configure_model`` creates on the meta device
-    (``trainer.init_module(empty_init=True)``) get memory and initial values one at a time, before each is sharded; the
-    values are those that one process draws with the same seed, if each layer initializes itself when it is created.
-    Weights that ``load_checkpoint_in_model`` loads into such layers are read after sharding, by each process its own.
+    (``trainer.init_module(empty_init=True)``) get memory and initial values one at a time, before each is sharded. They
+    get the same values as on one process with the same seed, provided that each layer initializes itself when it is
+    created. When ``load_checkpoint_in_model`` loads weights into such layers, each process reads its own shard after
+    sharding.
 
-    Each process holds whole buffers, which are not reduced; checkpoints contain rank 0's.
+    Each process holds full, unsharded buffers, which are not reduced; checkpoints contain rank 0's.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         wrap: the modules that are gathered separately. ``"auto"``: the repeated block; one or several classes or class
             names; an int: modules with at least this many parameters; ``f(name, module) -> bool``; None: only the root.
         sharding: ``"full"``; ``"grad_op"`` keeps gathered weights from forward to backward (ZeRO-2); ``"hybrid"``
-            shards within a machine and replicates over machines.
+            shards within a machine and replicates across machines.
         reshard_after_forward: the argument of ``fully_shard`` for the blocks; None follows ``sharding``.
         mixed_precision: a ``MixedPrecisionPolicy`` instead of autocast.
         cpu_offload: keep shards, gradients and optimizer state in host memory; or a ``CPUOffloadPolicy``.
-        activation_checkpointing: the modules whose forward is repeated in backward: True (the wrapped blocks), one or
-            several classes or class names, or ``f(name, module) -> bool``.
+        activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or several
+            classes or class names, or ``f(name, module) -> bool``.
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that share one copy.
         device_mesh: a mesh of your own, 1-D or 2-D (replicate, shard).
-        find_unused_parameters: allow processes to use different parameters in a step: the others get gradients of
-            zero. All processes must run the same blocks in any case.
+        find_unused_parameters: allow processes to use different parameters in a step; unused parameters get zero
+            gradients. All processes must still run the same blocks.
         state_dict_type: ``"full"``: a checkpoint is one file, gathered on rank 0; ``"sharded"``: a folder to which each
-            process writes its shards. Both load under every strategy and number of processes.
+            process writes its shards. Both can be loaded with any strategy and any number of processes.
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
     """
 
@@ -110,8 +112,8 @@ class FSDPStrategy(DistributedStrategy):
             raise ValueError(messages.unknown("state_dict_type for FSDPStrategy", state_dict_type, STATE_KINDS))
         if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
             raise TypeError(
-                f"FSDPStrategy(mixed_precision={mixed_precision!r}) is {messages.a(mixed_precision)}. Pass a "
-                "torch.distributed.fsdp.MixedPrecisionPolicy, or write Trainer(precision='bf16-mixed')."
+                f"FSDPStrategy: mixed_precision={mixed_precision!r} is {messages.a(mixed_precision)}. Pass a "
+                "torch.distributed.fsdp.MixedPrecisionPolicy, or use Trainer(precision='bf16-mixed')."
             )
         if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(
@@ -148,8 +150,8 @@ class FSDPStrategy(DistributedStrategy):
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world:
                 raise ValueError(
-                    f"FSDPStrategy(device_mesh=...) has the shape {tuple(mesh.shape)} = {mesh.size()} processes, but "
-                    f"there are {world}. Pass a mesh over all of them, 1-D or 2-D (replicate, shard)."
+                    f"FSDPStrategy: device_mesh has the shape {tuple(mesh.shape)} = {mesh.size()} processes, but "
+                    f"there are {world}. Pass a mesh over all processes, 1-D or 2-D (replicate, shard)."
                 )
             return tuple(mesh.shape)
         replicate, shard = self.sizes
@@ -177,14 +179,14 @@ class FSDPStrategy(DistributedStrategy):
         return self.device_mesh
 
     def for_another_module(self) -> Self:
-        self._mesh()  # which all modules share
+        self._mesh()  # all modules share it, so create it first
         return super().for_another_module()
 
     # ---- placement: the module in shards -----------------------------------------------------------------------------
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Weights that are loaded into layers without memory are read after the module has been sharded."""
+        """Also defers loading: weights for layers without memory are read after the module has been sharded."""
         with super().init_context(), self._noting():
             yield
 
@@ -197,7 +199,7 @@ class FSDPStrategy(DistributedStrategy):
         return noting()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place, with rank 0's weights; layers on the meta device get their initial values.
+        """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
         Deferred weights only get memory; :meth:`settle_weights` reads them.
         """
@@ -219,8 +221,8 @@ class FSDPStrategy(DistributedStrategy):
             vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
-                f"This {type(module).__name__} was sharded by an FSDPStrategy with other arguments. Use the same ones "
-                "again, or build a new module and load the weights from a checkpoint."
+                f"This {type(module).__name__} was sharded by an FSDPStrategy with different arguments. Use the same "
+                "arguments, or build a new module and load the weights from a checkpoint."
             )
         elif self._holder.broken:
             raise RuntimeError(
@@ -231,7 +233,7 @@ class FSDPStrategy(DistributedStrategy):
         elif any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(
                 f"{type(module).__name__} is already sharded, and some of its layers were created again without "
-                "memory. configure_model is called in every run: let it return at once if the layers exist."
+                "memory. configure_model is called in every run: make it return at once if the layers exist."
             )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):
@@ -263,7 +265,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.unlike(str(waiting)):
             raise RuntimeError(
                 f"The ranks have loaded different weights into {type(module).__name__}, or only some ranks have loaded "
-                "weights. Call load_checkpoint_in_model on every rank: each reads only its shards from the files."
+                "weights. Call load_checkpoint_in_model on every rank: each rank reads only its shards from the files."
             )
         return waiting
 
@@ -272,11 +274,11 @@ class FSDPStrategy(DistributedStrategy):
         return choose_blocks(module, self.wrap)
 
     def _prepare(self, name: str, part: nn.Module) -> None:
-        """Change a submodule that has its initial values, before it is sharded. Called for children first."""
+        """Change a submodule after it is initialized and before it is sharded. Called for children first."""
 
     @property
     def _reshard_root(self) -> bool | None:
-        """None: the root stays whole until backward, which needs it first. Manual steps free it."""
+        """None keeps the root unsharded until backward, which needs it first. Manual steps reshard it."""
         if self._manual:
             return True
         return False if self.reshard_after_forward is False else None
@@ -292,20 +294,20 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _give_rank_zeros_values(self, part: nn.Module) -> None:
-        """Move tensors that have values and are not sharded to the device, and give them rank 0's values."""
+        """Move unsharded tensors that have values to the device, and broadcast rank 0's values."""
         tensors = (*part.parameters(), *part.buffers())
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
             if tensor.device != self.device:
                 tensor.data = tensor.data.to(self.device)
         if self.talks:
-            with self._at("giving every rank rank 0's weights"):
+            with self._at("broadcasting rank 0's weights"):
                 _broadcast(tensors)
 
     # ---- placement: steps and optimizers -----------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
-        """Run the step as the forward of the sharded root, in which the root's parameters are whole."""
+        """Run the step as the forward of the sharded root, so the root's parameters are unsharded during the step."""
         if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
             step = super().bind_step(step, wrapped, training)
         if self._holder is None:
@@ -316,7 +318,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @staticmethod
     def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Evaluate without inference mode, which would spoil the gathered weights for training, then free them."""
+        """Evaluate outside inference mode, which would make the gathered weights untrainable, then free them."""
         with torch.inference_mode(False), torch.no_grad():
             result = holder(step, *args, **kwargs)
         holder.reshard()
@@ -331,24 +333,24 @@ class FSDPStrategy(DistributedStrategy):
             self._inside = False
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Raise if an optimizer holds other parameters than the sharded ones, or is LBFGS."""
+        """Raise if an optimizer holds parameters that are not in the sharded module, or is LBFGS."""
         own = {id(parameter) for parameter in self._holder.parameters()}
         for optimizer in optimizers:
             kind = type(optimizer).__name__
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "LBFGS with FSDPStrategy: it needs all parameters and gradients in one vector, but every process "
-                    "only holds shards. Use another optimizer, or strategy='ddp'."
+                    "LBFGS does not work with FSDPStrategy: it needs all parameters and gradients in one vector, but "
+                    "every process only holds shards. Use another optimizer, or strategy='ddp'."
                 )
             given = parameters_of(optimizer)
             foreign = [p for p in given if id(p) not in own]
             if foreign:
                 raise ValueError(
-                    f"{len(foreign)} of the {len(given)} parameters of {kind} are not those of the sharded module "
+                    f"{len(foreign)} of the {len(given)} parameters of {kind} are not in the sharded module "
                     f"(the first has the shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
-                    "configure_optimizers, from self.parameters(); in a loop of your own, give it parameters of one "
-                    "prepared model only."
+                    "configure_optimizers, from self.parameters(); in your own loop, pass it the parameters of a "
+                    "single prepared model."
                 )
         self.precision.setup_optimizers(optimizers)
         return optimizers
@@ -357,15 +359,15 @@ class FSDPStrategy(DistributedStrategy):
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
             return RuntimeError(
                 "An operation got both a sharded parameter and a plain tensor. The parameters of a module that "
-                "FSDPStrategy wraps are whole only while that module's forward runs. Do not use them elsewhere (such "
-                "as self.block.weight), or leave the module out of wrap=...; outside a step use trainer.predict or "
-                "trainer.strategy.model_state(module)."
+                "FSDPStrategy wraps are unsharded only while that module's forward runs. Do not use them elsewhere "
+                "(such as self.block.weight), or leave the module out of wrap=...; outside a step use trainer.predict "
+                "or trainer.strategy.model_state(module)."
             )
         if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
             return RuntimeError(
                 f"torch cannot run an operation on a sharded tensor: {str(error).splitlines()[0]} With FSDPStrategy, "
                 "parameters, gradients and optimizer state are sharded outside a step. If the optimizer runs this "
-                "operation, use another one (SGD, AdamW and most others work); in a hook of your own, use this "
+                "operation, use another optimizer (SGD, AdamW and most others work); in your own hook, use this "
                 "process's shard, parameter.to_local(). Or use strategy='ddp'."
             )
         return super().explain(error)
@@ -394,7 +396,7 @@ class FSDPStrategy(DistributedStrategy):
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if backward_hooks(loss) is None:  # torch did not find the loss in what the step returned
+        if backward_hooks(loss) is None:  # torch did not find the loss in the step's output
             expect_backward(fsdp_state(self._holder))(loss)
         super().backward(loss, how)
         if self._inside:
@@ -406,7 +408,7 @@ class FSDPStrategy(DistributedStrategy):
         return stepped
 
     def requires_grad_changed(self) -> None:
-        """Gather the root's changed parameters again, if a step with manual optimization continues."""
+        """If a step with manual optimization continues, gather the root's changed parameters again."""
         if self._inside:
             self._holder.reshard()
             self._holder.unshard()
@@ -440,7 +442,7 @@ class FSDPStrategy(DistributedStrategy):
         return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's complete ``state_dict``, on rank 0 on the CPU, on other ranks without memory (``meta``)."""
+        """The module's full ``state_dict``: on the CPU on rank 0, without memory (``meta``) on other ranks."""
         self._reshard(module)
         return self._whole(module.state_dict(keep_vars=True))
 
@@ -448,7 +450,7 @@ class FSDPStrategy(DistributedStrategy):
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
                 "The state cannot be saved after an error: all processes hold shards of it, and the others may not "
-                "have failed. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose little."
+                "have failed. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
             )
         if self._in_parts:
             return sharded_tensors.detached(state)
@@ -463,7 +465,7 @@ class FSDPStrategy(DistributedStrategy):
         return result
 
     def _reshard(self, module: nn.Module) -> None:
-        """Free the root's whole parameters, which a forward pass without backward leaves behind."""
+        """Free the root's unsharded parameters, which a forward pass without backward leaves behind."""
         if self._holder is not None and self._holder.module is module:
             self._holder.reshard()
 
@@ -480,7 +482,7 @@ class FSDPStrategy(DistributedStrategy):
         optimizer.load_state_dict({**state, "state": parts})
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """Whole gradients that were accumulated without communication, and shards of reduced gradients."""
+        """Unsharded gradients that were accumulated without communication, and shards of reduced gradients."""
         self._reshard(module)
         return accumulated_gradients.gather(self._holder, module)
 
@@ -489,9 +491,9 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root that is sharded: its forward is a step of the user's module, whose class does not change.
+    """The root module that is sharded. Its forward runs a step of the user's module, whose class does not change.
 
-    Before it is sharded, and if it never is, there is nothing to gather.
+    Its methods do nothing until it is sharded.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:
@@ -516,7 +518,7 @@ def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
-    """Send rank 0's values to all, as bytes: some backends do not support every dtype."""
+    """Broadcast rank 0's values to all ranks as bytes, because some backends do not support every dtype."""
     waiting = []
     for tensor in tensors:
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""Choose the modules that are sharded separately, and those that are recomputed in backward."""
+"""Choose the modules to shard separately, and the modules to recompute during backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import messages
 from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermost, repeated_elements
 
-#: One or several classes or class names, a number of parameters, ``f(name, module) -> bool``, or a word.
+#: One or several classes or class names, a number of parameters, ``f(name, module) -> bool``, or ``"auto"``.
 Policy = Any
 
 
@@ -24,7 +24,7 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: the policy matches nothing; the message lists the model's classes.
-        TypeError: this is not a policy.
+        TypeError: ``policy`` is not a policy.
     """
     if policy in (None, "root", "none"):
         return {}
@@ -32,8 +32,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     tied = _tied_modules(root, found)
     if tied:
         messages.info_once(
-            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: a parameter there is tied to "
-            "another module's, and both must be gathered together."
+            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: it shares a tied parameter "
+            "with another module, and both must be gathered together."
         )
     return {name: module for name, module in found.items() if name not in tied}
 
@@ -42,7 +42,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
     """The modules inside ``root``, without ``root`` itself, that a policy selects.
 
     The policy is one or several classes or class names, ``f(name, module)`` or, with ``smallest``, a number of
-    parameters. Errors call it ``argument``.
+    parameters. ``argument`` is its name in errors.
     """
     candidates = {
         name: module
@@ -59,7 +59,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20)) or "none"
         raise ValueError(
             f"FSDPStrategy({argument}={_shown(policy)}) matches no module with parameters in {type(root).__name__}. "
-            f"The classes in it are {listed}. Name one of them, or leave {argument} out."
+            f"Its classes are {listed}. Name one of them, or leave {argument} out."
         )
     return found
 
@@ -81,7 +81,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     if callable(policy) and not isinstance(policy, nn.Module):
         return lambda name, module: bool(policy(name, module))
     raise TypeError(
-        f"FSDPStrategy({argument}={policy!r}) is {messages.a(policy)}. Pass one or several classes or class names, or "
+        f"FSDPStrategy: {argument}={policy!r} is {messages.a(policy)}. Pass one or several classes or class names, or "
         "a function f(name, module) -> bool."
     )
 
@@ -89,7 +89,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
     """Bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
     if least < 1:
-        raise ValueError(f"FSDPStrategy(wrap={least}) is not a number of parameters. Pass 1 or more, or 'auto'.")
+        raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()
     taken: set[int] = set()
     for name, module in reversed(list(candidates.items())):
@@ -101,13 +101,13 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 
 
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated block: the class with the most parameters, of those that a container holds at least twice."""
+    """The repeated blocks: of the classes that occur in a container at least twice, the one with most parameters."""
     outer = repeated_elements(root)
     kinds = {type(module) for module in of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
-            f"FSDP found no repeated block in {type(root).__name__}, so it gathers all of it at once. For a large "
-            "model, name the classes to gather one by one: FSDPStrategy(wrap=[...])."
+            f"FSDP found no repeated block in {type(root).__name__}, so it gathers the whole model at once. For a "
+            "large model, name the classes to gather one by one: FSDPStrategy(wrap=[...])."
         )
         return {}
     found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
@@ -149,10 +149,10 @@ def check_shapes(module: nn.Module) -> None:
 
 
 def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
-    """Let backward run the forward of modules again, so activations are not kept (Chen et al., Sublinear Memory, 2016).
+    """Recompute modules during backward instead of keeping their activations (Chen et al., Sublinear Memory, 2016).
 
-    The modules are those of a policy, as for :func:`find_modules`, or ``blocks`` for True. Only the forward of each
-    instance is replaced, so the names of parameters do not change.
+    ``policy`` selects the modules as in :func:`find_modules`; True selects ``blocks``. Only the forward of each
+    instance is replaced, so parameter names do not change.
     """
     if policy is None or policy is False:
         return

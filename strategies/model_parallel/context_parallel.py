@@ -1,4 +1,4 @@
-"""Sequences split over processes: each computes its part, and attention gathers the keys and values of all parts."""
+"""Split sequences over processes: each computes its part, and attention gathers the keys and values of all parts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class SplitSequences:
     """Runs a step on this process's part of each sequence of the batch.
 
     Process r of n has the r-th of n successive parts. The keys and values of all parts are gathered before each
-    attention (as for Llama 3, Grattafiori et al., 2024), so the result equals that for the whole sequence.
+    attention (as in Llama 3, Grattafiori et al., 2024), so the result is the same as for the full sequence.
 
     Args:
-        mesh: one dimension, over which sequences are split.
-        dims: the sequence's dimension in the batch's tensors; tensors that a mapping does not name stay whole.
+        mesh: a 1-D mesh; sequences are split over its processes.
+        dims: the sequence's dimension in the batch's tensors; tensors that a mapping does not name are not split.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
         self.mesh, self.dims = mesh, dims
 
     def bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step, which gets a part of each sequence and attends to all parts."""
+        """Return a step that gets one part of each sequence and attends to all parts."""
         attention = _Attention(self.mesh)
 
         def on_a_part(batch: Any, *more: Any) -> Any:
@@ -49,7 +49,7 @@ class SplitSequences:
         """This process's part of a batch.
 
         Raises:
-            ValueError: a length is not divisible by the number of processes, or the batch lacks a named tensor.
+            ValueError: a sequence length is not divisible by the number of processes, or a named tensor is missing.
         """
         if not isinstance(self.dims, Mapping):
             dim = self.dims
@@ -60,7 +60,7 @@ class SplitSequences:
             has = f"the keys {list(named)}" if named else f"none: it is {messages.a(batch)}"
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch has {has}. Use "
-                "its keys, or the indices in a tuple; a single number is the dimension in all tensors."
+                "its keys, or indices for a tuple; a single number means that dimension in all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value
@@ -76,7 +76,7 @@ class SplitSequences:
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel_dims=...) names dimension {dim} as the sequence of {name}, "
-                f"whose shape is {tuple(tensor.shape)}. Name the dimension of each tensor: {{key: dim}}."
+                f"whose shape is {tuple(tensor.shape)}. Name the sequence dimension of each tensor: {{key: dim}}."
             )
         if tensor.shape[dim] % count:
             raise ValueError(
@@ -87,7 +87,7 @@ class SplitSequences:
 
 
 class _Attention(TorchFunctionMode):
-    """While active, scaled_dot_product_attention of a part's queries uses the keys and values of all parts."""
+    """While active, scaled_dot_product_attention uses this part's queries with the keys and values of all parts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class _Attention(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
-                "nn.MultiheadAttention with context_parallel is not supported: its masks cover only its part of the "
-                "sequence. Write the attention with F.scaled_dot_product_attention."
+                "nn.MultiheadAttention with context_parallel is not supported: its masks cover only one part of the "
+                "sequence. Implement the attention with F.scaled_dot_product_attention."
             )
         return func(*args, **kwargs)
 
@@ -118,7 +118,7 @@ class _Attention(TorchFunctionMode):
             raise NotImplementedError(
                 f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()} is not "
                 f"supported: a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
-                "is_causal=True or no mask; if the batch is padded, let the loss ignore the padding."
+                "is_causal=True or no mask; if the batch is padded, make the loss ignore the padding."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
@@ -132,6 +132,6 @@ class _Attention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:
-        """The whole sequence, (..., length, features); each part gets the sum of its gradients over processes."""
+        """The full sequence, (..., length, features); each part gets the sum of its gradients over processes."""
         part = DTensor.from_local(tensor, self.mesh, [Shard(tensor.dim() - 2)], run_check=False)
         return part.full_tensor(grad_placements=[Partial()])

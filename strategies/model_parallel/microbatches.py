@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and join what a step returns for them."""
+"""Split a batch into micro-batches, and join the results that a step returns for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors with another first dimension than the batch's first tensor go whole into every micro-batch. Lists with a
-    value (a string, a number) for each sample are split like tensors.
+    Tensors whose first dimension differs from the batch's first tensor are passed to every micro-batch unsplit. Lists
+    with one value (a string, a number) per sample are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
         count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly, the first
-            micro-batches have one more.
+            micro-batches get one more.
 
     Returns:
         The micro-batches, and the number of samples in each.
@@ -76,7 +76,7 @@ def _has_a_value_each(values: Sequence[Any], size: int) -> bool:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with changed values; other values stay as they are."""
+    """A container of the same kind with changed values; a value that is not a container is returned unchanged."""
     if isinstance(value, tuple):
         values = [change(v) for v in value]
         return value._make(values) if hasattr(value, "_make") else type(value)(values)  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def form_of(batch: Any) -> tuple[Any, ...]:
-    """The shapes and dtypes of a batch's tensors, on which those of a step's results depend."""
+    """The shapes and dtypes of a batch's tensors: they determine the shapes and dtypes of a step's results."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
 
 
@@ -107,10 +107,10 @@ def leaves(value: Any) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join what a step returned for the micro-batches of a batch.
+    """Join the results that a step returned for a batch's micro-batches.
 
-    Tensors and lists with an entry for each sample are concatenated, and single numbers are averaged over samples, also
-    in containers. Of other values, the first micro-batch's is kept.
+    Tensors and lists with one entry per sample are concatenated, and single numbers are averaged over samples, even
+    inside containers. For any other value, the first micro-batch's is kept.
     """
     first = values[0]
     if len(values) == 1:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ..distributed import DistributedStrategy
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-#: Number of plans (buffers for micro-batches of one form) that are kept.
+#: Number of plans to keep (buffers for micro-batches of one form).
 _KEPT_PLANS = 4
-#: Each process has a bit in a number that says which of them use a weight.
+#: Each process has one bit in the integer that says which processes use a weight.
 _MOST_PROCESSES = 62
 _HOST = torch.device("cpu")
 
@@ -37,17 +37,17 @@ class Pipeline:
     """Runs the steps of a module whose blocks are on successive processes; a part of ModelParallelStrategy.
 
     Every process of a pipeline sees the same batch. It is split into micro-batches, which pass through the stages one
-    after another. Every stage runs ``training_step`` for each of them, from the stage's first block to its last; what
-    follows the network (the loss, ``self.log``) runs on the last stage. Forward and backward run together in the step,
-    so a backward pass of the loss that it returns only yields a factor for the gradients.
+    after another. Every stage runs ``training_step`` for each of them, from the stage's first block to its last. Code
+    after the network (the loss, ``self.log``) runs on the last stage. Forward and backward run together in the step, so
+    calling backward on the returned loss only produces a factor for the gradients.
 
     Args:
         strategy: the strategy that uses this.
         schedule: ``"gpipe"`` (Huang et al., GPipe, 2019), ``"1f1b"`` (Narayanan et al., Memory-Efficient
             Pipeline-Parallel DNN Training, 2021) or ``"interleaved_1f1b"`` (Narayanan et al., Efficient Large-Scale
             Language Model Training, 2021).
-        microbatches: number of micro-batches per batch; None: four for each process.
-        virtual_stages: stages on each process; more than one only for the interleaved schedule, whose default is 2.
+        microbatches: number of micro-batches per batch; None: four per process.
+        virtual_stages: stages per process; only the interleaved schedule has more than one (default: 2).
         split_points: names of the first modules of the second and later stages; None: split evenly by parameters.
     """
 
@@ -79,11 +79,11 @@ class Pipeline:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def meet(self, mesh: Any) -> None:
-        """Take this process's position in the mesh's ``"pp"`` dimension, and create the groups."""
+        """Set this process's position in the mesh's ``"pp"`` dimension, and create the groups."""
         self.group = mesh["pp"].get_group()
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self.host = self._host_group(mesh, "pp")
-        #: Groups of the processes that hold the same stages of the pipeline's copies, for the device and the host.
+        #: Groups of processes that hold the same stages in different pipeline copies, for the device and the host.
         self.copies = [
             (mesh[axis].get_group(), self._host_group(mesh, axis))
             for axis in ("dp_replicate", "dp_shard")
@@ -93,7 +93,7 @@ class Pipeline:
         if self.size > _MOST_PROCESSES:
             raise ValueError(
                 f"pipeline_parallel={self.size}: a pipeline has at most {_MOST_PROCESSES} processes. Use "
-                "tensor_parallel or data_parallel_replicate for the others."
+                "tensor_parallel or data_parallel_replicate for the rest."
             )
         self.microbatches = self.microbatches or 4 * self.size
 
@@ -132,7 +132,7 @@ class Pipeline:
 
     @property
     def held(self) -> Weights:
-        """The weights; raises before a module is set up."""
+        """The weights; raises if no module is set up yet."""
         if self.weights is None:
             raise RuntimeError("The pipeline has no module yet: call setup_module first.")
         return self.weights
@@ -152,7 +152,7 @@ class Pipeline:
             )
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Set the optimizers, whose state is where the weights are."""
+        """Set the optimizers; their state is on the same processes as the weights."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
@@ -166,7 +166,7 @@ class Pipeline:
     def bind_step(self, step: Callable[..., Any], logs: Any, training: bool) -> Callable[..., Any]:
         """Return a function that runs a batch through the pipeline, to call in place of ``step``.
 
-        ``take`` and ``put`` of ``logs``, unless it is None, bring the last stage's logged values to all stages.
+        If ``logs`` is not None, its ``take`` and ``put`` send the last stage's logged values to all stages.
         """
         self.rest()
         self._fresh = True
@@ -174,7 +174,7 @@ class Pipeline:
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _refuse_compiled(self) -> None:
-        """Raise for a compiled network: it would not make the calls of its blocks, between which stages are split."""
+        """Raise for a compiled network: it would not call its blocks, so it could not be split between them."""
         stages = self.held.stages
         around = {name.rpartition(".")[0] for name in stages.names}
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
@@ -183,7 +183,7 @@ class Pipeline:
             if is_compiled(module):
                 raise ValueError(
                     f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
-                    f"is split between its blocks. Compile those instead: for block in ...: block.compile()."
+                    f"is split between its blocks. Compile the blocks instead: for block in ...: block.compile()."
                 )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
@@ -217,7 +217,7 @@ class Pipeline:
         return plan
 
     def _scale(self) -> Tensor | None:
-        """fp16's loss scale, shape (); None without one."""
+        """fp16's loss scale, shape (), or None."""
         precision = self.strategy.precision
         return None if precision.scaler is None else precision.scale_loss(torch.ones((), device=self.strategy.device))
 
@@ -240,12 +240,12 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Finish the gradients of the last batch, which only lack the factor that its loss was multiplied with."""
+        """Finish the last batch's gradients: multiply them by the factor that the loss was multiplied by."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(
-                "In a pipeline, backward can only run for the loss that training_step returned. Use "
-                "pipeline_parallel=1 to run backward for other losses."
+                "In a pipeline, backward can only run on the loss that training_step returned. Use "
+                "pipeline_parallel=1 to run backward on other losses."
             )
         self._leaf = None
         if how is None:
@@ -279,7 +279,7 @@ class Pipeline:
             torch.cuda.set_rng_state(state[1], self.strategy.device)
 
     def seed(self, seed: int, index: int, stage: int) -> None:
-        """Seed the random numbers of a micro-batch, or those of a stage's own blocks for it."""
+        """Seed the random number generators for a micro-batch, or for a stage's own blocks in it."""
         mixed = (seed ^ (index * 0x9E3779B97F4A7C15 + stage * 0xBF58476D1CE4E5B9)) & (2**63 - 1)
         torch.default_generator.manual_seed(mixed)
         if self.strategy.device.type == "cuda":
@@ -288,13 +288,13 @@ class Pipeline:
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """The object of a process, by its index in the pipeline, on all processes of the pipeline."""
+        """Broadcast an object to all processes of the pipeline from the process with index ``rank`` in it."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value, on all stages, of a torchmetrics ``Metric`` that the last stage has updated."""
+        """The value of a torchmetrics ``Metric`` that the last stage has updated; returned on all stages."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group
@@ -311,7 +311,7 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's numbers and logged values to all stages.
 
-        The hosts exchange a few integers and, if it changes, the layout; the numbers stay on the device. The same
+        The hosts exchange a few integers, and the layout if it has changed; the numbers stay on the device. The same
         exchange tells ``weights`` which stages use which weights.
 
         Returns:
@@ -356,14 +356,14 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more. Change it, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a positive integer. Change it, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages}, but pipeline_schedule={schedule!r} has one stage on each process. "
+            f"virtual_stages={virtual_stages}, but pipeline_schedule={schedule!r} has one stage per process. "
             "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
         raise ValueError(
-            "pipeline_schedule='interleaved_1f1b' with virtual_stages=1 is the same as '1f1b'. Use that, or "
+            "pipeline_schedule='interleaved_1f1b' with virtual_stages=1 is the same as '1f1b'. Use '1f1b', or "
             "virtual_stages=2."
         )

@@ -1,4 +1,4 @@
-"""Run the micro-batches of a batch through the stages: forms of tensors, buffers, schedule."""
+"""Run a batch's micro-batches through the stages: tensor shapes, buffers, schedule."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
-#: Words of errors about operations that need the values of a tensor without values.
+#: Words in errors about operations that need a tensor's values when only its shape is known.
 _SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
 class Call:
-    """One batch that passes through the stages, as micro-batches with ``sizes`` samples.
+    """One batch that passes through the stages as micro-batches of ``sizes`` samples.
 
     Args:
         step: the user's step.
@@ -37,10 +37,10 @@ class Call:
         batches: the micro-batches.
         sizes: number of samples in each.
         seed: seed for all stages; random numbers differ between micro-batches and stages.
-        scale: fp16's loss scale; None for none.
+        scale: fp16's loss scale, or None.
         training: whether backward follows.
-        unit: number of items that counts as 1, about that of a micro-batch, so that weighted losses stay in fp16's
-            range; None: not known yet.
+        unit: number of items that counts as 1, about as many as in a micro-batch, so that weighted losses stay in
+            fp16's range; None if not known yet.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Call:
         self.unit = unit
 
     def finish(self, index: int, output: Any) -> Tensor:
-        """Keep the step's output on the last stage; return the tensor from which backward starts, shape ()."""
+        """Keep the step's output on the last stage; return the tensor to run backward on, shape ()."""
         if not self.training:
             self.outputs[index] = output
             return torch.zeros(())
@@ -74,8 +74,8 @@ class Call:
             )
         if not loss.requires_grad:
             raise RuntimeError(
-                "training_step returned a loss without a graph, from which no parameter of the last pipeline stage can "
-                "learn. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
+                "training_step returned a loss that does not require gradients, so the last pipeline stage cannot be "
+                "trained. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
             )
         items = output.get("num_items") if isinstance(output, Mapping) else None
         self.items[index] = items
@@ -90,12 +90,12 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """The batch's loss, with its items and units if the step returned items; whether it did, and the dtype."""
+        """The batch's loss, plus items and units if the step returned items; whether it did, and the loss's dtype."""
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
         form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
         if any((items is not None) != form[0] for items in self.items):
             raise ValueError(
-                "training_step returned 'num_items' for some micro-batches only, so their losses cannot be weighted. "
+                "training_step returned 'num_items' for only some micro-batches, so their losses cannot be weighted. "
                 "Return it always or never."
             )
         weights = self.items if form[0] else self.sizes
@@ -105,10 +105,10 @@ class Call:
 
 
 class Plan:
-    """Runs ``count`` micro-batches of one form.
+    """Runs ``count`` micro-batches with the same tensor shapes and dtypes (the same form).
 
-    When it is created, it finds the forms of the tensors that are sent between stages: each stage runs the first
-    micro-batch up to its exit, without the values of earlier stages, and tells the next stage. ``passages`` has what is
+    On creation it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch up
+    to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` has what is
     already known about micro-batches of this form, by stage.
     """
 
@@ -165,7 +165,10 @@ class Plan:
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
     ) -> tuple[Left | None, Any]:
-        """Run the step until the stage's exit or the step's end; return the exit's arguments or the step's output."""
+        """Run the step until it leaves the stage or finishes.
+
+        Returns what it passes to the next stage, or its output if it finished.
+        """
         call, seed = self.call, self.pipeline.seed
 
         def enter() -> None:
@@ -191,7 +194,7 @@ class Plan:
     def _not_called(self, block: int) -> str:
         name = self.stages.names[block]
         return (
-            f"The step of {type(self.stages.module).__name__} ended without a call of {name}, the first module of a "
+            f"The step of {type(self.stages.module).__name__} ended without calling {name}, the first module of a "
             "pipeline stage. Every step must call the network's blocks one after another: name other modules in "
             "split_points, or use pipeline_parallel=1."
         )
@@ -201,7 +204,7 @@ class Plan:
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
             f"computes and that is not among the arguments of {name} (a skip connection, a weight of another stage, or "
-            "a Python number read from an earlier tensor). Pass it through the arguments of the blocks, or split "
+            "a Python number read from an earlier tensor). Pass it through the blocks' arguments, or split "
             "elsewhere with split_points."
         )
 
@@ -221,7 +224,7 @@ class Plan:
                     buffer.copy_(value)
 
     def _offer(self, stage: int) -> None:
-        """Tell the next stage which tensors there are, and find out which it needs."""
+        """Tell the next stage which tensors this stage has, and find out which ones it needs."""
         passage = self.passages[stage]
         received = tuple(form.make(self.device) for form in passage.inputs)
         left, _ = self._reach(stage, self.first, received)
@@ -237,7 +240,7 @@ class Plan:
         passage.outputs = tuple(forms[position] for position in wanted)  # type: ignore[misc]
 
     def _ask(self, stage: int) -> None:
-        """Find out which tensors the previous stage has, and tell it which are needed."""
+        """Find out which tensors the previous stage has, and tell it which ones this stage needs."""
         passage, sender = self.passages[stage], self.pipeline.process_of(stage - 1)
         forms = self._receive(sender)
         if forms is None:
@@ -248,9 +251,9 @@ class Plan:
         problem = None
         if left.count != len(forms) or any(forms[position] is None for position in left.leaves):
             problem = (
-                f"{self.stages.names[self.stages.range(stage).start]}, the first module of pipeline stage {stage}, has "
-                "other arguments on that stage than on the previous one. Arguments must not depend on the values of "
-                "tensors, or be objects that blocks change (use_cache=False for transformers' models)."
+                f"{self.stages.names[self.stages.range(stage).start]}, the first module of pipeline stage {stage}, "
+                "gets different arguments on that stage than on the previous one. Arguments must not depend on tensor "
+                "values, and must not be objects that blocks change (use_cache=False for transformers' models)."
             )
         self._send(problem or left.leaves, sender)
         if problem:
@@ -294,7 +297,7 @@ class Plan:
 
 
 class _Part(nn.Module):
-    """The module of a stage for torch: its forward runs the stage's part of the step on the next micro-batch."""
+    """The module that torch runs as a pipeline stage. Its forward runs the stage's part on the next micro-batch."""
 
     def __init__(self, plan: Plan, stage: int) -> None:
         super().__init__()

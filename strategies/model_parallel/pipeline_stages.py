@@ -1,10 +1,10 @@
-"""A module split into pipeline stages: the blocks of each, and how the user's step runs between two splits.
+"""Split a module into pipeline stages, and run one stage's part of the user's step.
 
 No network is rewritten or traced. Every stage runs the user's step as written and intercepts the calls of a few blocks:
 blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call of
-the next stage's first block ends the run, with its arguments to be sent. Before its first block, every stage computes
+the next stage's first block ends the run and provides the tensors to send. Before its first block, every stage computes
 what needs no weights (masks, positions, noise: all stages draw the same random numbers). Values derived from weights
-are known by shape only, as torch's fake tensors.
+are torch's fake tensors, which only have a shape.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _CONTAINERS = (tuple, list, dict)
 
 @dataclass(frozen=True)
 class TensorForm:
-    """The form of a tensor that is sent between two stages."""
+    """The shape and dtype of a tensor that is sent between two stages, and whether it requires gradients."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def make(self, device: torch.device) -> Tensor:
-        """Create a tensor of zeros of this form."""
+        """Create a zero tensor of this form."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
@@ -52,12 +52,12 @@ class Passage:
     """What is known about a stage for micro-batches of one form.
 
     Attributes:
-        wanted: indices, in its first block's arguments, of the tensors that the stage must receive.
-        inputs: their forms.
-        sent: indices, in the next stage's first block's arguments, of the tensors that it sends.
-        outputs: their forms.
-        skipped: what each block before the stage returns, without values.
-        carried: blocks of the stage that get tensors from before its first block; None: not known yet.
+        wanted: which of its first block's arguments the stage must receive, as indices.
+        inputs: the forms of these tensors.
+        sent: which arguments of the next stage's first block this stage sends, as indices.
+        outputs: the forms of these tensors.
+        skipped: the results of each block before the stage, without values.
+        carried: blocks of the stage that get tensors from before its first block; None if not known yet.
     """
 
     wanted: tuple[int, ...] = ()
@@ -71,8 +71,8 @@ class Passage:
 class Stages:
     """The blocks of a module, in the order in which they run, and the first block of each stage.
 
-    Everything outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages. For
-    ``split_points`` see ModelParallelStrategy.
+    Everything outside the blocks (embeddings, heads, the module's own parameters) belongs to all stages. See
+    ModelParallelStrategy for ``split_points``.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Stages:
         return found
 
     def without_value(self, leaf: Any) -> Any:
-        """A tensor's fake tensor; other values stay as they are."""
+        """The fake tensor for a tensor; any other value is returned unchanged."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if not is_weight(leaf):
@@ -145,14 +145,14 @@ class Stages:
 
 
 class Run:
-    """One run of a step on one stage: a context that intercepts calls of blocks.
+    """A context for one run of a step on one stage; it intercepts the calls of blocks.
 
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known about it; the first runs complete it.
+        passage: what is known about the stage; the first runs complete it.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
-        stop_at_entry: end the run at the stage's first block, to find out what the stage needs.
+        stop_at_entry: end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: called at the stage's first block.
         seen: receives the ids of the parameters that the stage's own blocks use; None if not needed.
     """
@@ -197,13 +197,13 @@ class Run:
         return False
 
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
-        """Let ``how`` handle the calls of a block, before hooks and compiled code do."""
+        """Make ``how`` handle the calls of a block, before hooks and compiled code run."""
         attributes = vars(self.stages.blocks[block])
         self._before[block] = attributes.get(COMPILED_CALL)
         attributes[COMPILED_CALL] = how
 
     def _restore(self, block: int) -> Callable[..., Any]:
-        """Let a block handle its own calls again; return the function that does."""
+        """Make a block handle its own calls again; return the function that handles them."""
         module = self.stages.blocks[block]
         before = self._before.pop(block)
         vars(module).pop(COMPILED_CALL)
@@ -216,7 +216,7 @@ class Run:
         mode, self.mode = self.mode, None
         if mode is not None:
             mode.on = False
-            if current_function_mode() is mode:  # otherwise a mode of the user is still open inside it
+            if current_function_mode() is mode:  # otherwise one of the user's modes is still open inside it
                 mode.__exit__(None, None, None)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
@@ -269,11 +269,11 @@ class Run:
 
 
 class Left(BaseException):
-    """A run has reached its stage's exit. This is not an error, so a user's ``except Exception`` must not catch it.
+    """Raised when a run reaches its stage's exit. A user's ``except Exception`` must not catch it: it is not an error.
 
     Args:
-        count: number of leaves of the block's arguments.
-        leaves: the leaves, or the indices of the needed ones.
+        count: number of leaves in the block's arguments.
+        leaves: the leaves, or the indices of the ones that are needed.
     """
 
     def __init__(self, count: int, leaves: tuple[Any, ...]) -> None:
@@ -282,10 +282,10 @@ class Left(BaseException):
 
 
 class _Mode(TorchFunctionMode):
-    """Before a stage's first block, values derived from weights are known by shape only; the rest runs as written.
+    """Replaces values derived from weights by fake tensors before a stage's first block; the rest runs as written.
 
-    ``on`` says whether the step is before that block. If not, ``seen`` receives the ids of the parameters that are
-    used.
+    ``on`` says whether the step is before that block. After it, ``seen`` receives the ids of the parameters that the
+    step uses.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
@@ -320,7 +320,7 @@ class _Mode(TorchFunctionMode):
 
 
 def flatten(values: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested tuples, lists and dicts; all other objects are leaves."""
+    """Flatten nested tuples, lists and dicts; all other objects are leaves."""
     return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
 
 
@@ -345,7 +345,7 @@ def is_fake(leaf: Any) -> bool:
     return isinstance(leaf, FakeTensor)
 
 
-# ---- where to cut ----------------------------------------------------------------------------------------------------
+# ---- where to split --------------------------------------------------------------------------------------------------
 
 
 def _size(module: nn.Module) -> int:
@@ -359,7 +359,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
-    """Names and sizes of the blocks: the children of the container that divides the most parameters."""
+    """Names and sizes of the blocks: the children of the container that distributes the most parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
         sizes = [_size(child) for child in own_modules(container).values() if child is not None]
@@ -373,18 +373,18 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     if not names:
         raise ValueError(
             f"{owner} has no nn.ModuleList or nn.Sequential of several layers with parameters, so it cannot be split "
-            f"into {count} pipeline stages. Put its repeated blocks into one, or use pipeline_parallel=1."
+            f"into {count} pipeline stages. Put its repeated blocks into such a container, or use pipeline_parallel=1."
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
             f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), fewer than the {count} pipeline "
-            "stages. Use fewer (pipeline_parallel, virtual_stages), or name smaller pieces in split_points."
+            "stages. Use fewer stages (pipeline_parallel, virtual_stages), or name smaller pieces in split_points."
         )
     return names, sizes
 
 
 def even_split(sizes: Sequence[int], count: int) -> list[int]:
-    """The first block of each stage, such that the largest stage is as small as possible; no stage is empty.
+    """The first block of each stage, chosen so that the largest stage is as small as possible and no stage is empty.
 
     Blocks without parameters stay with the block before them.
     """
@@ -412,7 +412,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     """Names of the blocks (the split points and their siblings), and the first block of each stage."""
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
-            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names, of the first "
+            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names: the first "
             "modules of the second and later stages."
         )
     known = [name for name, _ in module.named_modules() if name]
@@ -422,14 +422,14 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     parents = {name.rpartition(".")[0] for name in split_points}
     first = module.get_submodule(split_points[0])
     if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
-        # If a stage begins with the first block of a decoder, the blocks of the encoder come before it.
+        # If a stage begins with a decoder's first block, the encoder's blocks come before it.
         parents |= {name for name, container in _containers(module) if type(next(container.children())) is type(first)}
     names = [name for name in known if name.rpartition(".")[0] in parents]
     nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if nested:
         raise ValueError(
-            f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so there can be no split. "
-            "Name modules that are not inside one another's siblings."
+            f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the module cannot be "
+            "split there. Name modules that are not inside one another's siblings."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PipelineSteps(Base):
-    """Successive blocks are on successive processes; goes before ModelParallelStrategy in a class's bases."""
+    """Places successive blocks on successive processes; comes before ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
 
@@ -56,17 +56,17 @@ class PipelineSteps(Base):
             raise ValueError(
                 f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, pipeline_parallel="
                 f"{self.asked['pp']}): the weights of a pipeline's stages cannot be sharded. Use "
-                "data_parallel_replicate for copies of the pipeline, or more stages to use less memory for each."
+                "data_parallel_replicate to replicate the pipeline, or add stages so that each needs less memory."
             )
         if self.asked["cp"] != 1:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): a "
-                "sequence cannot be split between the stages of a pipeline. Use one of the two."
+                f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): "
+                "sequences cannot be split across pipeline stages. Use only one of the two."
             )
         if self.loss_parallel:
             raise ValueError(
-                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the pipeline's schedule runs "
-                "backward, and does not support split logits. Leave loss_parallel out."
+                "ModelParallelStrategy: loss_parallel=True does not work with pipeline_parallel: the pipeline's "
+                "schedule runs backward, and does not support split logits. Leave loss_parallel out."
             )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
@@ -85,10 +85,10 @@ class PipelineSteps(Base):
             self.pipeline.meet(self.mesh)
 
     def _noting(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # each process has the whole module before it is split
+        return nullcontext()  # each process holds the full module before the split
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Keep in each process its stages' blocks and everything outside the blocks, with rank 0's values."""
+        """Keep this process's stages and everything outside the blocks, with rank 0's values."""
         pipeline = self.pipeline
         pipeline.syncs = True
         if not pipeline.knows(module):
@@ -100,7 +100,7 @@ class PipelineSteps(Base):
         return pipeline.to_device(module)
 
     def _split_layers(self, module: nn.Module) -> None:
-        """Split layers for tensor parallelism, before the process drops other stages."""
+        """Split layers for tensor parallelism, before the process drops the other stages."""
         splitter = self._make_splitter(module)
         if splitter is None:
             return
@@ -112,9 +112,9 @@ class PipelineSteps(Base):
         splitter.finish()
 
     def _give_values(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's values, one tensor at a time; layers without memory first get initial values."""
+        """Broadcast rank 0's values, one tensor at a time; layers without memory get initial values first."""
         self._materialize(module, torch.device("cpu"))
-        with torch.no_grad(), self._at("giving every rank rank 0's weights"):
+        with torch.no_grad(), self._at("broadcasting rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
                 value = tensor.detach().to(self.device).contiguous()
                 dist.broadcast(value, 0)
@@ -173,7 +173,7 @@ class PipelineSteps(Base):
             self.unscale_gradients(optimizer)
             closure = None
         sharded_tensors.settle(parameters(optimizer))
-        with implicit_replication():  # an optimizer's lists contain both whole and split parameters
+        with implicit_replication():  # an optimizer's lists contain both plain and sharded parameters
             return DistributedStrategy.optimizer_step(self, optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class PipelineSteps(Base):
         return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        if not self.pipeline.knows(module):  # in the process that started the others, the module is whole
+        if not self.pipeline.knows(module):  # the process that started the others has the full module
             return module.load_state_dict(state, strict=strict)
         own = module.state_dict(keep_vars=True)
         parts = {name: sharded_tensors.cut_if_fits(value, own.get(name)) for name, value in state.items()}
@@ -205,7 +205,7 @@ class PipelineSteps(Base):
 
 
 def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose split tensors are gathered; every process of a stage must call this."""
+    """The state with its sharded tensors gathered; every process of a stage must call this."""
     return {
         key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
         for key, value in state.items()

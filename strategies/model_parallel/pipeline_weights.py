@@ -1,4 +1,4 @@
-"""The weights of a pipeline: which process holds which, sums of gradients, and complete states."""
+"""The weights of a pipeline: which process holds which weights, reduced gradients, and full state dicts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Weights:
     """The weights of a module that a pipeline runs.
 
     A process holds the weights of its stages' blocks and, at first, all weights outside the blocks. The first training
-    step shows which processes use these weights. The other processes drop them: on those, they are on the meta device.
-    If several processes use a weight (tied weights), its gradients are summed over them.
+    step shows which processes use these weights; the other processes then move them to the meta device. If several
+    processes use a weight (tied weights), its gradients are summed over them.
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
@@ -77,7 +77,7 @@ class Weights:
             parameter.grad = None
 
     def take_gradients(self, factor: Tensor | None) -> None:
-        """Multiply the batch's gradients by a factor, shape (), and add those of earlier batches."""
+        """Multiply the batch's gradients by a factor, shape (), and add the gradients of earlier batches."""
         grads = [p.grad for p in self._held if p.grad is not None]
         if grads and factor is not None:
             sharded_tensors.multiply(grads, factor)
@@ -86,7 +86,7 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """For each weight that several processes hold: whether this one uses it, and whether it has a gradient here."""
+        """For each weight that several processes hold: whether this process uses it, and whether it has a gradient."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
@@ -96,7 +96,7 @@ class Weights:
         return found
 
     def settle(self, use: list[int]) -> None:
-        """Take all processes' :meth:`use`; in the first step, drop weights that only others use."""
+        """Process the combined :meth:`use` of all processes; in the first step, drop weights that only others use."""
         everyone, first, rank = set(range(self.pipeline.size)), self.seen is not None, self.pipeline.rank
         self.seen = None
         for name, users_bits, has_gradient in zip(self._shared, use[::2], use[1::2], strict=True):
@@ -113,7 +113,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of weights that several processes use, and average all over the pipeline's copies."""
+        """Sum the gradients of weights that several processes use; average all gradients over the pipeline's copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -137,7 +137,7 @@ class Weights:
         return self._groups[users]
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm over all stages, in which a shared weight counts once; return the norm before, shape ()."""
+        """Clip the norm over all stages, counting shared weights once; return the norm before clipping, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}
@@ -154,14 +154,14 @@ class Weights:
         return norm
 
     def agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
-        """Treat an overflow on one stage as one on all, so that all stages step, or none."""
+        """Treat an overflow on one stage as an overflow on all, so that either all stages step or none does."""
         if scaler is None or not scaler.is_enabled():
             return
         for found in scaler_states(scaler)[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Whether this process counts a gradient: it must be the first that uses the weight."""
+        """Whether this process counts a gradient: only the first process that uses the weight does."""
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])
@@ -169,7 +169,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The complete ``state_dict`` on the pipeline's first process, this process's part elsewhere."""
+        """The full ``state_dict`` on the pipeline's first process; only this process's part on the others."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -187,7 +187,7 @@ class Weights:
         return {name: found[name][0] for name in state if name in found}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> Any:
-        """Load this process's part of a complete ``state_dict``."""
+        """Load this process's part of a full ``state_dict``."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
             result = self.module.load_state_dict(state, strict=strict)
@@ -195,7 +195,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The complete optimizer state on the pipeline's first process, this process's part elsewhere."""
+        """The full optimizer state on the pipeline's first process; only this process's part on the others."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state
@@ -206,14 +206,14 @@ class Weights:
         return {**state, "state": dict(sorted(found.items()))}
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of a complete optimizer state."""
+        """This process's part of a full optimizer state."""
         indices = [index for group in state["param_groups"] for index in group["params"]]
         here = {index for index, p in zip(indices, parameters_of(optimizer), strict=True) if not p.is_meta}
         return {**state, "state": {index: entry for index, entry in state["state"].items() if index in here}}
 
     def _send_to_first(self, entries: Mapping[Any, Any]) -> None:
         first = self.pipeline.process_of(0)
-        for entry in (*entries.items(), None):  # one at a time, so that the first process never holds all twice
+        for entry in (*entries.items(), None):  # one at a time, so that the first process never holds everything twice
             dist.send_object_list([entry], first, group=self.pipeline.host, device=_HOST)
 
     def _receive_from(self, rank: int) -> Iterator[tuple[Any, Any]]:
@@ -226,7 +226,7 @@ class Weights:
 
 
 def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -> None:
-    """Sum or average gradients over a group, several per message; a missing gradient counts as zeros."""
+    """Sum or average gradients over a group, in buckets; a missing gradient counts as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The mesh's dimensions, outermost first: the ranks of a tensor-parallel group are neighbors, on one machine.
+#: The mesh's dimensions, outermost first, so that a tensor-parallel group has neighboring ranks on one machine.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: The argument for each dimension.
 ARGUMENTS = {
@@ -47,34 +47,34 @@ _SHARDING_ONLY = ("mixed_precision", "cpu_offload")
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """``"model_parallel"``: the processes form a mesh, each dimension of which distributes the work in another way.
+    """``"model_parallel"``: the processes form a mesh, and each of its dimensions distributes the work differently.
 
     The product of the sizes is the number of processes. The ranks of a tensor-, context- or pipeline-parallel group see
-    the same data and draw the same random numbers, so dropout is the same where they hold the same tensors.
+    the same data and draw the same random numbers, so dropout matches on ranks that hold the same tensors.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         data_parallel_replicate: number of copies of the (sharded) model.
         data_parallel_shard: number of processes over which each parameter is sharded, as by FSDPStrategy; ``"auto"``:
-            all that the other sizes leave.
-        tensor_parallel: number of processes over which each layer is split; ``"auto"``: those of one machine.
+            all processes that the other sizes leave over.
+        tensor_parallel: number of processes over which each layer is split; ``"auto"``: all processes on one machine.
         pipeline_parallel: number of groups that hold successive layers.
         context_parallel: number of processes over which a sequence is split.
         plan: how layers are split: pattern of layer names (``"net.blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"``
             or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"`` finds attentions with separate q, k
             and v and pairs of linear layers by their names and shapes. Each process then computes some of an
-            attention's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not fix the width, as
-            in ``q.view(batch, length, self.num_heads, -1)``.
+            attention's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not hard-code the
+            width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
             Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
-        context_parallel_dims: the dimension of the sequence in a batch's tensors, for ``context_parallel``: ``1`` for
+        context_parallel_dims: the sequence dimension in a batch's tensors, for ``context_parallel``: ``1`` for
             all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``). The step
-            gets its part of the sequence: the batch must contain positions, and labels that are already shifted; the
-            loss is a mean over the part, or comes with ``num_items``. Attention (``scaled_dot_product_attention``)
-            uses all parts. Evaluation runs on whole sequences.
+            gets one part of the sequence: the batch must contain positions, and labels that are already shifted; the
+            loss is a mean over that part, or comes with ``num_items``. Attention (``scaled_dot_product_attention``)
+            covers all parts. Evaluation runs on full sequences.
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
-        microbatches: number of micro-batches per batch for the pipeline; None: four for each of its processes.
+        microbatches: number of micro-batches per batch for the pipeline; None: four per pipeline process.
         virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
         split_points: names of the first modules of the second and later stages; None: the children of the container
             with the most parameters are distributed evenly.
@@ -84,7 +84,7 @@ class ModelParallelStrategy(FSDPStrategy):
     names: ClassVar[tuple[str, ...]] = ("model_parallel",)
 
     def __new__(cls, *args: Any, **options: Any) -> ModelParallelStrategy:
-        """With ``pipeline_parallel`` above 1, make an object of the class that runs pipelines."""
+        """With ``pipeline_parallel`` above 1, create the subclass that runs pipelines."""
         stages = options.get("pipeline_parallel", 1)
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
@@ -131,7 +131,7 @@ class ModelParallelStrategy(FSDPStrategy):
         }
         #: The size of each mesh dimension, once the number of processes is known.
         self.axis_sizes: dict[str, int] = {}
-        #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
+        #: All processes, with dimensions named as in AXES; created by ``setup_environment``.
         self.mesh: DeviceMesh | None = None
         self.plan: Any = plan
         self.loss_parallel = loss_parallel
@@ -139,8 +139,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self.context_dims = context_parallel_dims
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know which "
-                "dimension of a batch's tensors they are. Pass context_parallel_dims: 1 for dimension 1 of all "
+                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know their "
+                "dimension in a batch's tensors. Pass context_parallel_dims: 1 for dimension 1 of all "
                 "tensors, or {'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
@@ -169,7 +169,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _parameters_over(self, *axes: str) -> DeviceMesh:
         """The mesh of the processes that share parameters along these dimensions.
 
-        Parts of a sequence are different data, like other samples, so parameters are sharded over them too.
+        Parts of a sequence are different data, just like different samples, so parameters are sharded over them too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]
@@ -235,7 +235,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return super().wrap_for_training(module)
 
     def _agree_on_random_numbers(self) -> None:
-        """Let ranks that see the same data draw the same random numbers, and ranks that see others draw others."""
+        """Make ranks draw the same random numbers if they see the same data, and different ones otherwise."""
         on_gpu = self.device.type == "cuda"
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
         states = self.broadcast(states)
@@ -255,7 +255,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale split gradients as torch's scaler does whole ones; an overflow on one rank is one on all."""
+        """Unscale sharded gradients the way torch's scaler does; an overflow on one rank counts on all ranks."""
         parameters = parameters_of(optimizer)
         parts.settle(parameters)
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
@@ -266,7 +266,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return {found.device: found}
 
     def _group_of_overflow(self) -> Any:
-        """The processes that agree on overflows; None: all."""
+        """The processes that agree on overflows; None means all."""
         return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -284,15 +284,15 @@ class ModelParallelStrategy(FSDPStrategy):
             if "is invalid for input of size" in text or "must match the size of tensor" in text:
                 return RuntimeError(
                     f"{text}. With tensor_parallel={size} each process computes 1/{size} of an attention's heads, so "
-                    "q, k and v are narrower than the module's input. Do not fix the width: write "
+                    "q, k and v are narrower than the module's input. Do not hard-code the width: use "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
-                    "are those of this process) and y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "count this process's heads) and y.reshape(batch, length, -1) after it; or leave the layer out "
                     "with plan={...}."
                 )
             if "mixed torch.Tensor and DTensor" in text:
                 return RuntimeError(
-                    "An operation got both a split parameter and a plain tensor. Call the parameter's layer instead of "
-                    "using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
+                    "An operation got both a sharded parameter and a plain tensor. Call the parameter's layer instead "
+                    "of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
                     "with plan={...}; outside a step use trainer.strategy.model_state(module)."
                 )
         return super().explain(error)
@@ -316,7 +316,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._data_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value over the ``data_group``: processes that split layers have seen the same samples."""
+        """The value over the ``data_group``, because processes that split layers have seen the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)
@@ -351,7 +351,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         parts.settle(parameters_of(optimizer))
-        with implicit_replication():  # an optimizer's lists contain both whole and split parameters
+        with implicit_replication():  # an optimizer's lists contain both plain and sharded parameters
             return super().optimizer_step(optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -361,12 +361,12 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """False for torch's hint on every process that a tensor split along two dimensions needs two gathers."""
+    """False for a hint that torch logs on every process: a tensor split along two dimensions needs two gathers."""
     return "sequential" not in str(record.msg)
 
 
 class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
-    """The strategy that ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
+    """The class that ``ModelParallelStrategy(pipeline_parallel=...)`` creates."""
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:
@@ -375,13 +375,13 @@ def _size(axis: str, value: Any, auto: bool = True) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         more = ", or 'auto'" if auto else ""
         raise ValueError(
-            f"ModelParallelStrategy({ARGUMENTS[axis]}={value!r}) is not a number of processes. Pass 1 or more{more}."
+            f"ModelParallelStrategy: {ARGUMENTS[axis]}={value!r} is not a number of processes. Pass 1 or more{more}."
         )
     return value
 
 
 def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
-    """The size of each mesh dimension; ``per_node`` processes of one machine are ``tensor_parallel="auto"``.
+    """The size of each mesh dimension; ``tensor_parallel="auto"`` means ``per_node``, the processes on one machine.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes.
@@ -391,7 +391,7 @@ def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -
     found = {axis: world_size // others if size == "auto" else int(size) for axis, size in sizes.items()}
     if math.prod(found.values()) != world_size:
         factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size not in (1, "auto"))
-        what = f"is {others}, which is not a divisor of" if "auto" in sizes.values() else f"is {others}, not"
+        what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, not"
         raise ValueError(
             f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "
             "or the number of processes (devices=, num_nodes=)."

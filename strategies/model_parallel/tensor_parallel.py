@@ -1,7 +1,7 @@
-"""Layers split over processes, by a user's plan or automatically, and the two ways to split a linear layer.
+"""Split layers over processes, by a user's plan or automatically, in the two ways that a linear layer can be split.
 
-Two linear layers are split together if the operations between them treat each feature, or each attention head, by
-itself: the first layer by its outputs, the second by its inputs. Such a pair communicates one sum over processes in
+Two linear layers are split together if the operations between them treat each feature, or each attention head,
+independently: the first layer by its outputs, the second by its inputs. Such a pair needs one sum over processes in
 forward, and one in backward (Shoeybi et al., Megatron-LM, 2019).
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STYLES = ("colwise", "rowwise")
-#: Allowed relative difference between a network's outputs before and after it is split; 16-bit dtypes need it.
+#: Allowed relative difference between a network's outputs before and after the split; 16-bit dtypes need this much.
 _SAME = 0.05
 
 
@@ -39,7 +39,7 @@ class Splitter:
 
     Args:
         module: the same on every process.
-        mesh: one dimension.
+        mesh: a 1-D mesh.
         plan: pattern of layer names (``"blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle``;
             None: find linear layers that can be split.
         logits: also split the layer that computes the logits, by its outputs, for :class:`SplitLoss`.
@@ -74,7 +74,7 @@ class Splitter:
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
 
     def check(self, name: str) -> None:
-        """Compare the output of a split network with that of the whole one.
+        """Compare the output of a split network with the output of the unsplit network.
 
         Raises:
             ValueError: they differ, because an operation between the layers needs all features.
@@ -85,7 +85,7 @@ class Splitter:
         generator = torch.Generator().manual_seed(0)
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if parameter.is_meta:  # it has no values yet; random ones are enough here
+            if parameter.is_meta:  # it has no values yet, but random values are enough here
                 values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
                 tensors[key] = values.to(self.mesh.device_type, parameter.dtype)
                 split_ones[key] = cut_if_fits(tensors[key], parameter)
@@ -104,13 +104,13 @@ class Splitter:
         if not (isinstance(whole, Tensor) and (whole - split).norm() > _SAME * whole.norm()):
             return
         raise ValueError(
-            f"{type(network).__name__} ({name}) has another output when its layers are split over "
+            f"The output of {type(network).__name__} ({name}) changes when its layers are split over "
             f"tensor_parallel={self.mesh.size()} processes: an operation between them needs all features at once (a "
             "softmax, a normalization). Pass a plan without this network: plan={'...': 'colwise', ...}."
         )
 
     def finish(self) -> None:
-        """Set the number of heads that each split attention computes here, and report the result to the user."""
+        """Set the number of heads that each split attention computes in this process, and report the result."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
@@ -119,13 +119,13 @@ class Splitter:
                 setattr(owner, attribute, whole // self.mesh.size())
                 changed[f"{type(owner).__name__}.{attribute}"] = f"{whole} -> {whole // self.mesh.size()}"
         if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
-            torch.backends.mha.set_fastpath_enabled(False)  # which does not call the layers' own forward
+            torch.backends.mha.set_fastpath_enabled(False)  # it does not call the layers' own forward
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
     if not found.columns:
-        why = "; ".join(found.left) or "it has no attention with separate q, k, v and no pair of linear layers"
+        why = "; ".join(found.left) or "it has neither an attention with separate q, k, v nor a pair of linear layers"
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
             "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "
@@ -182,7 +182,7 @@ def _listed(names: list[str], limit: int = 12) -> str:
 
 
 def _gives_local(style: ParallelStyle | None) -> bool:
-    """Whether a layer's output is a plain tensor with the features of this process."""
+    """Whether a layer's output is a plain tensor with only this process's features."""
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(p.is_shard() for p in style.output_layouts)
     return isinstance(style, Columns)
@@ -196,17 +196,17 @@ def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int
         if found.left:
             said += f"; not split: {'; '.join(found.left[:5])}"
     if fewer:
-        said += f". Heads of one process: {', '.join(f'{name} {change}' for name, change in fewer.items())}"
+        said += f". Heads per process: {', '.join(f'{name} {change}' for name, change in fewer.items())}"
     messages.info_once(f"{said}.")
 
 
-# ---- a loss of split logits ------------------------------------------------------------------------------------------
+# ---- the loss of split logits ----------------------------------------------------------------------------------------
 
 
 class SplitLoss(TorchFunctionMode):
-    """While active, ``cross_entropy`` of logits that are split by classes does not gather them.
+    """While active, ``cross_entropy`` does not gather logits that are split by classes.
 
-    It returns a plain tensor, the same on every process, whose backward must also run in ``loss_parallel()``.
+    It returns a plain tensor, the same on every process. Its backward must also run in ``loss_parallel()``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +216,7 @@ class SplitLoss(TorchFunctionMode):
             return func(*args, **(kwargs or {})).full_tensor()
 
     def bind(self, step: Callable[..., T], training: bool) -> Callable[..., T]:
-        """Return the step, run in this context."""
+        """Return a function that runs the step in this context."""
 
         def with_split_loss(*args: Any) -> T:
             with self:
@@ -233,7 +233,7 @@ class SplitLoss(TorchFunctionMode):
 
 
 class Columns(ParallelStyle):
-    """Each process computes some of a linear layer's outputs, from all inputs."""
+    """Each process computes some of a linear layer's outputs from all inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = 1 if is_transposed(module) else 0
@@ -243,7 +243,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Each process multiplies its inputs, the outputs of a :class:`Columns` layer; the results are summed."""
+    """Each process multiplies its own inputs (the outputs of a :class:`Columns` layer); the results are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = 0 if is_transposed(module) else 1
@@ -274,7 +274,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _some_outputs(self: Any, x: Tensor) -> Tensor:
     weight = self.weight
-    if not isinstance(weight, DTensor):  # called with whole weights
+    if not isinstance(weight, DTensor):  # called with full weights
         return type(self).forward(self, x)
     bias = None if self.bias is None else self.bias.to_local()
     return _product(self, _shared(x, weight.device_mesh), weight.to_local(), bias)
@@ -302,7 +302,7 @@ def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The input of split layers, whose gradient is summed over processes, once for all these layers."""
+    """The input of split layers; its gradient is summed over processes once for all of these layers."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     found = getattr(x, "_split_over", None)

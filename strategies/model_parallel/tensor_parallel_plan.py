@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...torch_private import Convolution
 
 _Q = ("q", "q_proj", "query", "query_proj", "wq", "w_q", "W_q", "Wq", "to_q", "q_lin", "q_linear", "linear_q")
-#: Names of the three projections of an attention, by the name of the first.
+#: Names of an attention's three projections, by the name of the first.
 PROJECTIONS = {
     q: tuple(q.replace("query", word) for word in ("query", "key", "value"))
     if q.startswith("query")
@@ -21,7 +21,7 @@ PROJECTIONS = {
 #: Names of the layer that joins an attention's heads.
 JOINS = ("o", "o_proj", "out_proj", "out", "wo", "w_o", "W_o", "Wo", "to_out", "out_lin", "out_linear", "output_proj",
          "proj", "c_proj", "dense", "output", "proj_out", "o_linear", "linear_o", "linear_out")  # fmt: skip
-#: Names of a small network's layers: those that get its input, and the one that computes its output.
+#: Layer names of a small network: the layers that get its input, and the one that computes its output.
 NETWORKS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -47,7 +47,7 @@ WIDTHS = ("all_head_size", "inner_dim")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "Wqkv", "to_qkv", "attn_qkv", "to_kv", "kv_proj")
 #: Names of the layer that computes the logits.
 LAST = ("head", "lm_head", "output", "classifier", "logits", "unembed", "to_logits", "out", "decoder", "proj_out")
-#: Operations on each feature by itself, which may be between the two linear layers of a network.
+#: Featurewise operations: they may stand between the two linear layers of a network.
 FEATUREWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid,
     nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Identity,
@@ -57,15 +57,15 @@ FEATUREWISE = (
 
 @dataclass
 class Attention:
-    """An attention whose heads can be distributed."""
+    """An attention whose heads can be split over processes."""
 
     name: str
     projections: tuple[str, str, str]
     heads: int
     key_heads: int
-    #: Attributes of the module with the number of heads, or of features of all heads.
+    #: The module's attributes that hold the number of heads, or the total number of features in all heads.
     counts: list[str]
-    #: Layers that treat each head by itself, with the same weights for all.
+    #: Layers that treat each head independently, with the same weights for all heads.
     norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
@@ -80,24 +80,24 @@ class Attention:
 
 @dataclass
 class Found:
-    """Names of layers that can be split, and descriptions of similar ones that cannot (``left``)."""
+    """Names of layers that can be split, and descriptions of similar layers that cannot (``left``)."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
-    #: Modules that consist of a small network, found by the names of its layers.
+    #: Modules that consist of one small network, found by its layer names.
     networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight as (inputs, outputs), as the first GPT's does."""
+    """Whether a linear layer stores its weight as (inputs, outputs), as in the first GPT."""
     return type(layer).__name__ == "Conv1D" and getattr(layer, "nf", None) is not None
 
 
 def find(module: nn.Module, size: int, strict: bool = True) -> Found:
-    """Find attentions and small networks to split over ``size`` processes; if ``strict``, indivisible heads raise."""
+    """Find attentions and small networks to split over ``size`` processes; indivisible heads raise if ``strict``."""
     found = Found()
     shared = _shared_weights(module)
     for name, owner in module.named_modules():
@@ -111,7 +111,7 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
 
 
 def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
-    """The linear layer that computes a model's logits, to be split over ``size`` processes; not one of ``taken``.
+    """The linear layer that computes a model's logits and can be split over ``size`` processes; not one of ``taken``.
 
     Raises:
         ValueError: there is none, it shares its weight, or ``size`` does not divide its number of outputs.
@@ -131,7 +131,7 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     if id(head) in _shared_weights(module):
         raise ValueError(
             f"ModelParallelStrategy(loss_parallel=True): {name} shares its weight with another layer, which needs the "
-            "whole weight. Untie them, or leave loss_parallel out."
+            "full weight. Untie them, or leave loss_parallel out."
         )
     if _outputs(head) % size:
         raise ValueError(
@@ -151,7 +151,7 @@ def _shared_weights(module: nn.Module) -> set[int]:
 
 
 def _layers(owner: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers among a module's children, or at the beginning of a child Sequential or ModuleList."""
+    """The linear layers among a module's children, or at the start of a child Sequential or ModuleList."""
     found = {}
     for key, child in owner.named_children():
         if _linear(child):
@@ -193,7 +193,7 @@ def _find_attention(
     prefix = f"{name}." if name else ""
     fused = next((key for key in FUSED if isinstance(getattr(owner, key, None), nn.Module)), None)
     if fused is not None:
-        found.left.append(f"{kind}.{fused}, which joins q, k and v in one matrix (split it in three to split it)")
+        found.left.append(f"{kind}.{fused}, which joins q, k and v in one matrix (use three separate layers)")
         return
     names = next((three for three in PROJECTIONS.values() if all(prefix + key in layers for key in three)), None)
     if names is None:
@@ -243,7 +243,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """The attention with its numbers of heads, from attributes of the module; None if it has no such attribute."""
+    """The attention, with head counts from the module's attributes; None if it has no such attributes."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
@@ -301,11 +301,11 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
 
 
 def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The pairs (layers that get the input, layer that computes the output) among a module's children."""
+    """Pairs of (layers that get the input, layer that computes the output) among a module's children."""
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
-    layers = _layers(owner) if name else {}  # the forward of a whole model may use its own layers in any way
+    layers = _layers(owner) if name else {}  # a whole model's forward may use its own layers in any way
     for ups, down in NETWORKS:
         if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down
@@ -323,7 +323,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Whether no other child of the module could need all hidden features, such as one with weights of their width."""
+    """Whether no other child can need all hidden features; a child with weights of that width could."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

@@ -1,4 +1,4 @@
-"""Which dtypes a run computes in; composed into a strategy."""
+"""The dtypes that a run computes in; each strategy holds a Precision."""
 
 from .base import DoublePrecision as DoublePrecision
 from .base import HalfPrecision as HalfPrecision

@@ -1,4 +1,4 @@
-"""The interface of precisions, and those that compute in the dtype of the weights."""
+"""The interface of precisions, and the precisions that compute in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Precision:
 
     #: The canonical name, as in ``Trainer(precision=...)``.
     name: str = "32-true"
-    #: The dtype floating-point inputs are converted to when a batch is moved, or None.
+    #: The dtype to convert floating-point inputs to when a batch is moved, or None.
     input_dtype: torch.dtype | None = None
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
     @property
     def precision(self) -> str:
-        """Its name, as in ``Trainer(precision=...)``."""
+        """The name, as in ``Trainer(precision=...)``."""
         return self.name
 
     def use_on(self, device: torch.device) -> None:
-        """Set the device that it computes on. Called once by its strategy."""
+        """Set the device to compute on. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set the optimizers; raises if this precision cannot step one of them."""
@@ -51,7 +51,7 @@ class Precision:
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context in which :meth:`bind_forward` runs a step, for other code."""
+        """The context in which :meth:`bind_forward` runs a step, for use elsewhere."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
@@ -63,11 +63,11 @@ class Precision:
         return device
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """:meth:`init_context`, on the device that is torch's default."""
+        """:meth:`init_context` on torch's default device."""
         return self.init_context(torch.get_default_device())
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """The same for tensors."""
+        """:meth:`module_init_context`, for tensors."""
         return self.module_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -75,15 +75,15 @@ class Precision:
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Bring the floating-point tensors of a batch to the dtype that the forward takes."""
+        """Convert the floating-point tensors in a batch to the forward's input dtype."""
         return data if self.input_dtype is None else floats_in(data, self.input_dtype)
 
     def convert_output(self, data: Any) -> Any:
-        """Bring the floating-point tensors that the forward returns to torch's default dtype."""
+        """Convert the floating-point tensors that the forward returns to torch's default dtype."""
         return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The scaled loss, from which backward starts, shape ()."""
+        """The scaled loss to run backward on, shape ()."""
         return loss
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
@@ -94,7 +94,7 @@ class Precision:
         """Divide the gradients by the loss scale, once, before clipping."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """One optimizer step; False when it was skipped because of an overflow."""
+        """Run one optimizer step. Returns False if it was skipped because of an overflow."""
         if closure is None:
             optimizer.step()
         else:
@@ -113,7 +113,7 @@ class TruePrecision(Precision):
     """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors have one dtype.
 
     Complex tensors become complex128 with ``"64-true"``, and do not change otherwise. With 16 bits, weights are rounded
-    and small updates are lost, so mixed precision is better for training.
+    and small updates get lost, so mixed precision is better for training.
     """
 
     def __init__(self, name: TrueName = "bf16-true") -> None:
@@ -186,5 +186,5 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def floats_in(data: Any, dtype: torch.dtype) -> Any:
-    """Data with its floating-point tensors in a dtype."""
+    """Convert the floating-point tensors in nested data to a dtype."""
     return pytree.tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, data)

@@ -42,7 +42,7 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         return Precision()
     if isinstance(precision, type):
         raise TypeError(
-            f"Trainer(precision={precision.__name__}) is a class. Did you mean {precision.__name__}()? Pass a name or "
+            f"Trainer: precision={precision.__name__} is a class. Did you mean {precision.__name__}()? Pass a name or "
             "a Precision object."
         )
     name = ALIASES.get(str(precision), precision)

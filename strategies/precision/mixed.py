@@ -1,4 +1,4 @@
-"""Weights in float32 and computation in 16 bits through autocast, for fp16 with a loss scaler."""
+"""Float32 weights with 16-bit computation through autocast; fp16 also uses a loss scaler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MixedPrecision(Precision):
     ``skipped_steps`` counts it.
 
     Args:
-        precision: one of the two.
+        precision: one of the two names.
         device: the kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; None: the
             strategy's.
         scaler: your own ``GradScaler``, for fp16 only.
@@ -68,7 +68,7 @@ class MixedPrecision(Precision):
         if self.device not in (None, device.type):
             raise ValueError(
                 f"MixedPrecision({self.name!r}, device={self.device!r}) cannot run on {device}, where it "
-                "would compute in float32. Leave its device out."
+                "would compute in float32. Leave device out."
             )
         self.device = device.type
         if self.name == "16-mixed" and self.scaler is None:
@@ -79,7 +79,7 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """:meth:`forward_context`, in which weights are converted at each use, so that they may change inside."""
+        """:meth:`forward_context`, but weights are converted at each use, so they may change inside the context."""
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> torch.autocast:
@@ -124,8 +124,8 @@ class MixedPrecision(Precision):
         self._several = len(optimizers) > 1
         if self._scales and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "precision='16-mixed' with LBFGS: it computes the loss several times per step, which loss scaling does "
-                "not support. Use 'bf16-mixed' or '32-true'."
+                "precision='16-mixed' does not work with LBFGS: LBFGS computes the loss several times per step, which "
+                "loss scaling does not support. Use 'bf16-mixed' or '32-true'."
             )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -136,7 +136,9 @@ class MixedPrecision(Precision):
         if not gradients(optimizer):
             return super().optimizer_step(optimizer)
         self.unscale_gradients(optimizer)
-        self.scaler.step(optimizer)  # this waits for the device, so reading overflows again is free
+        self.scaler.step(
+            optimizer
+        )  # this already waits for the device, so reading the overflow flags costs nothing more
         found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True
@@ -146,11 +148,11 @@ class MixedPrecision(Precision):
         return not skipped
 
     def inverse_scale(self) -> Tensor:
-        """The factor that unscales gradients, shape (), for a strategy that keeps them elsewhere."""
+        """The factor that unscales gradients, shape (), for a strategy that keeps gradients elsewhere."""
         return scale_of(self.scaler).double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
-        """Adjust the scale after a step, or a skipped step, whose gradients a strategy unscaled itself.
+        """Adjust the scale after a step, or a skipped step, if the strategy unscaled the gradients itself.
 
         Args:
             optimizer: the optimizer.
@@ -165,8 +167,8 @@ class MixedPrecision(Precision):
     def _update(self) -> None:
         """Adjust the scale after the last steps; with several optimizers, only when the next loss is scaled.
 
-        Until then, optimizers that have not stepped need the scale that their losses were multiplied with. Optimizers
-        whose gradients are unscaled stay marked so.
+        Until then, optimizers that have not stepped need the scale that their losses were multiplied by. Optimizers
+        whose gradients are already unscaled stay marked as unscaled.
         """
         if not self._update_due:
             return

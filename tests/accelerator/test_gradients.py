@@ -72,7 +72,7 @@ def _optimizer_of_unsharded_parameters() -> None:
 
 
 def test_an_optimizer_of_a_sharded_models_old_parameters_is_named() -> None:
-    with pytest.raises(RanksError, match="would train tensors that nobody uses"):
+    with pytest.raises(RanksError, match="would train tensors that nothing uses"):
         ranks(2, _optimizer_of_unsharded_parameters)
 
 
@@ -122,12 +122,12 @@ def test_b15_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = GradScaler("cpu")
     accelerator.backward(scaler.scale(loss_of(model, [t.float() for t in data(4)[:]])))
-    with pytest.raises(RuntimeError, match="delete the scaler and its lines"):
+    with pytest.raises(RuntimeError, match=r"Delete the scaler: scaler.scale\(loss\)"):
         scaler.step(optimizer)
 
 
 def test_a_scaler_in_prepare_is_refused() -> None:
-    with pytest.raises(ValueError, match="delete the scaler and its lines"):
+    with pytest.raises(ValueError, match="Delete the scaler and its lines"):
         Accelerator(cpu=True).prepare(GradScaler("cpu"))
 
 
@@ -191,7 +191,7 @@ def _messages_of_the_first_step(prepared: str, **settings: Any) -> list[str]:
     [
         ("optimizer loader", "SGD has no parameter of a prepared model"),
         ("loader", "no model was prepared"),
-        ("model optimizer", "no prepared loader"),
+        ("model optimizer", "without a prepared loader"),
     ],
 )
 def test_what_was_not_prepared_is_named_on_several_processes(prepared: str, said: str) -> None:
@@ -217,7 +217,7 @@ def _one_optimizer_for_two_sharded_models() -> None:
 
 
 def test_one_optimizer_for_two_sharded_models_is_refused() -> None:
-    with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* an optimizer for each"):
+    with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* one optimizer per model"):
         ranks(2, _one_optimizer_for_two_sharded_models)
 
 
@@ -248,7 +248,7 @@ def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() 
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with accelerator.accumulate(model):
         accelerator.backward(loss_of(model, data(4)[:]))
-    with pytest.warns(PacelineWarning, match="1 of 3 micro-batches waits for more"):
+    with pytest.warns(PacelineWarning, match="a window has only 1 of 3 micro-batches"):
         accelerator.backward(loss_of(model, data(4)[:]))
     optimizer.step()
 
@@ -282,7 +282,7 @@ def _windows_with(backward: str, **settings: Any) -> list[str]:
 
 
 def test_a_plain_backward_inside_accumulate_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) .* a window of 2 would never be complete. Call acc"):
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) .* a window of 2 would never complete. Call acc"):
         _windows_with("plain", gradient_accumulation_steps=2)
 
 

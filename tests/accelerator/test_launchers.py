@@ -106,7 +106,7 @@ def test_a11_u25_cuda_that_was_used_before_is_explained(monkeypatch: pytest.Monk
 
 def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
     AcceleratorState.of(PartialState())
-    with pytest.warns(PacelineWarning, match="An Accelerator was made before notebook_launcher"):
+    with pytest.warns(PacelineWarning, match="An Accelerator was created before notebook_launcher"):
         assert notebook_launcher(stand, num_processes=2)[0] == 2
     AcceleratorState._reset_state(reset_partial_state=True)
     with warnings.catch_warnings():

@@ -216,7 +216,7 @@ def test_batches_that_a_script_skips_after_load_state_has_skipped_are_named(
     which = f"batch {done + 1}" if lost == 1 else f"batches {done + 1} to {done + lost}"
     assert len(said) == 1
     assert f"the loop took {which} of epoch 0 from the loader and did not train on" in said[0]
-    assert "delete what skips in it (such as `if step < resume_step: continue`)" in said[0]
+    assert "delete the code that skips (such as `if step < resume_step: continue`)" in said[0]
 
 
 def test_so_are_those_of_the_next_epoch_where_the_state_was_at_the_end_of_one(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_script_that_drops_all_it_had_left_gets_a_note_without_a_location_when
     assert steps == 0
     assert said == []
     assert "took batch 6 of epoch 2 from the loader and did not train on it" in caplog.text
-    assert "delete what skips in it" in caplog.text
+    assert "delete the code that skips" in caplog.text
 
 
 @pytest.mark.parametrize("after", ["the same loader", "another loader", "nothing"])
@@ -267,11 +267,11 @@ def test_a_pass_that_counts_or_evaluates_is_told_that_it_had_the_rest_of_the_epo
     (text,) = said or [text for text in caplog.messages if "did not train" in text]
     assert bool(said) == (after != "nothing")
     assert "the loop took batches 4 to 6 of epoch 0 from the loader and did not train on them." in text
-    assert "The pass was only the rest of epoch 0" in text
-    assert "To count or evaluate all batches, use a loader of its own." in text
+    assert "The pass covered only the rest of epoch 0" in text
+    assert "To count or evaluate all batches, use a separate loader." in text
 
 
-@pytest.mark.parametrize(("step", "what"), [(5, "leaves out batches 4 to 5"), (1, "repeats batches 2 to 3")])
+@pytest.mark.parametrize(("step", "what"), [(5, "skips batches 4 to 5"), (1, "repeats batches 2 to 3")])
 def test_skip_first_batches_with_another_number_counts_and_says_what_that_means(
     tmp_path: Path, step: int, what: str
 ) -> None:
@@ -304,7 +304,7 @@ def test_where_a_pass_continues_is_said_and_so_is_a_skip_that_has_no_effect(
         assert f"skip_first_batches(loader, {number}) after accelerator.load_state has no effect" in caplog.text
     Script(Accelerator).whole(tmp_path / "s", 6)
     Script(Accelerator).accelerator.load_state(tmp_path / "s")
-    assert "saved with the last batch of epoch 0, so the next pass over loader 0 is epoch 1" in caplog.text
+    assert "saved at the last batch of epoch 0, so the next pass over loader 0 is epoch 1" in caplog.text
 
 
 def reads_ahead(script: Script, epoch: int, step: int, window: int = 2) -> None:
@@ -369,7 +369,7 @@ def test_under_the_stand_in_a_script_that_does_not_skip_begins_the_epoch_again(
         assert all(p.grad is None for p in script.model.parameters())
         idiom(script, 0, 0)
         assert script.seen == alone.seen
-    assert "saved after batch 3 of epoch 0, and the loop begins that epoch again" in caplog.text
+    assert "saved after batch 3 of epoch 0, but the loop starts that epoch again" in caplog.text
     found = gone_on(StandIn, tmp_path / "s", sets_epochs, 1, 0, steps=2)
     assert found.seen == alone.seen[BATCHES:]
 

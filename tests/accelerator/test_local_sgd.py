@@ -157,7 +157,7 @@ def sharded() -> str:
     model = made()[0].requires_grad_(True)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with (
-        pytest.raises(NotImplementedError, match="processes hold parts of one model") as found,
+        pytest.raises(NotImplementedError, match="each process holds a part of one model") as found,
         LocalSGD(accelerator, model, 2),
     ):
         pass
@@ -188,5 +188,5 @@ def test_local_sgd_refuses_what_it_cannot_average() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="Linear that this accelerator has not prepared"):
         LocalSGD(accelerator, model, 2)
-    with pytest.raises(ValueError, match=r"it counts updates\. Set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"is less than 1\. Pass 1 or more"):
         LocalSGD(accelerator, accelerator.prepare(model), 0)

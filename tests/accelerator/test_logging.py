@@ -48,7 +48,7 @@ def test_f3_a_line_comes_from_the_main_process_unless_all_are_asked_for() -> Non
 
 def test_lines_in_order_need_processes_that_have_met() -> None:
     for lines in ranks(2, heard, False):
-        assert "Make an Accelerator (or a PartialState) before" in lines[-1]
+        assert "Create an Accelerator (or a PartialState) first" in lines[-1]
 
 
 def in_turn(folder: str) -> None:

@@ -304,7 +304,7 @@ def test_inputs_are_split_in_order_and_padded_to_one_size(count: int, world: int
 
 
 def test_what_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(TypeError, match="got a str, which has no entries to share"):
+    with pytest.raises(TypeError, match="got a str, which cannot be split"):
         split_between_processes("a prompt", Rank(0, 2))
     with pytest.raises(ValueError, match=r"different lengths: \{'a': 1, 'b': 2\}"):
         split_between_processes({"a": [1], "b": [1, 2]}, Rank(0, 2))

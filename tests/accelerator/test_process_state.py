@@ -160,7 +160,7 @@ def test_after_a_reset_a_state_says_what_happened() -> None:
 
 
 def test_an_accelerators_state_needs_an_accelerator() -> None:
-    with pytest.raises(ValueError, match=r"none was made in this process. Call Accelerator"):
+    with pytest.raises(ValueError, match=r"this process has not created one. Call Accelerator"):
         AcceleratorState()
     assert not is_initialized()
 
@@ -173,7 +173,7 @@ def test_u16_the_state_shows_its_own_accelerator_and_the_last_one_made() -> None
     assert (second.mixed_precision, second.fsdp_plugin) == ("no", None)
     assert AcceleratorState() is second
     assert AcceleratorState(mixed_precision="no") is second
-    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*made last has 'no'"):
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*latest Accelerator uses 'no'"):
         AcceleratorState(mixed_precision="fp16")
     assert second.device == place.device
     assert second.distributed_type == DistributedType.NO

@@ -156,7 +156,7 @@ def test_a_strategy_by_name_or_object_is_taken() -> None:
         ),
         (
             {"strategy": SingleDevice("cpu"), "fsdp": FullyShardedDataParallelPlugin()},
-            "fsdp_plugin cannot change strategy SingleDevice",
+            "fsdp_plugin cannot be combined with strategy SingleDevice",
         ),
     ],
 )
@@ -181,7 +181,7 @@ def test_e10_without_the_package_deepspeed_says_what_to_install() -> None:
         assert strategy.stage == 3
         return
     with pytest.raises(
-        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which does what stage 3 does"
+        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which is equivalent to stage 3"
     ):
         chosen(deepspeed=DeepSpeedPlugin(zero_stage=3))
 
@@ -203,7 +203,7 @@ def test_e1_nccl_on_the_cpu_is_refused(processes: int) -> None:
         chosen(InitProcessGroupKwargs(backend="nccl"), cpu=True)
 
     with pytest.raises(
-        (ValueError, RanksError), match=r"backend='nccl'\): NCCL joins CUDA devices, .* on 'cpu'. Leave"
+        (ValueError, RanksError), match=r"backend='nccl'\): NCCL connects CUDA devices, .* on 'cpu'. Leave"
     ):
         ask() if processes == 1 else ranks(2, ask)
 

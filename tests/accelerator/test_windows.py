@@ -146,7 +146,7 @@ def test_a_strategy_that_cannot_save_gradients_says_so(tmp_path: Path, monkeypat
     step(*parts, 0)
     (placement,) = parts[0].prepared.placements.values()
     monkeypatch.setattr(placement.strategy, "window_gradients", lambda module: None)
-    with pytest.warns(PacelineWarning, match=r"those of 'Sequential' are not in this state"):
+    with pytest.warns(PacelineWarning, match=r"does not contain the gradients of 'Sequential'"):
         parts[0].save_state(tmp_path / "s")
     again = made()
     again[0].load_state(tmp_path / "s")

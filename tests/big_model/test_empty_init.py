@@ -7,7 +7,7 @@ import torch
 from big_models import MEMORY, Net, program
 from torch import nn
 
-from paceline import init_empty_weights, init_on_device
+from paceline import Trainer, init_empty_weights, init_on_device
 
 MIXTRAL = (
     MEMORY
@@ -92,3 +92,15 @@ def test_afterwards_modules_are_made_as_ever() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
     with init_on_device("cpu"):
         assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_layers_whose_weights_will_be_loaded_draw_no_values() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, precision="64-true")
+    before = torch.get_rng_state()
+    with trainer.init_module(empty_init=True):
+        made = nn.Sequential(nn.Linear(3, 2), nn.Embedding(4, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (made[0].weight.dtype, made[0].weight.is_meta) == (torch.float64, False)
+    with trainer.strategy.tensor_init_context(empty_init=False), trainer.precision_plugin.module_init_context():
+        assert nn.Linear(3, 2).weight.abs().sum() > 0
+    assert not torch.equal(torch.get_rng_state(), before)

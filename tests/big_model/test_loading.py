@@ -91,11 +91,11 @@ def test_what_does_not_fit_is_said_or_raised(tmp_path: Path) -> None:
     ("spoil", "error", "said"),
     [
         (lambda folder: Tied(4), ValueError, r"embed.weight has the shape \(16, 8\).* but \(16, 4\) in Tied"),
-        (lambda folder: next(folder.glob("*-of-*")).unlink(), FileNotFoundError, "1 are missing: model-00001"),
+        (lambda folder: next(folder.glob("*-of-*")).unlink(), FileNotFoundError, "1 of them missing: model-00001"),
         (
             lambda folder: next(folder.glob("*-of-*")).write_bytes(b"x" * 50),
             ValueError,
-            "damaged or has another format",
+            "damaged or has a different format",
         ),
         (
             lambda folder: [f.unlink() for f in folder.iterdir()],
@@ -117,7 +117,7 @@ def test_a_damaged_file_of_torch_and_a_misspelled_one_are_named(tmp_path: Path) 
     with pytest.raises(FileNotFoundError, match=r"Did you mean 'weights\.pt'"):
         load_checkpoint_in_model(Tied(), tmp_path / "weigths.pt")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged or has another format"):
+    with pytest.raises(ValueError, match="damaged or has a different format"):
         load_checkpoint_in_model(Tied(), path)
 
 
@@ -230,7 +230,7 @@ def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
     write_aligned(Net().state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(NotImplementedError, match="no 8-bit weights"):
         load_checkpoint_in_model(Net(), tmp_path, offload_8bit_bnb=True)
-    with pytest.raises(ValueError, match="says nothing about"):
+    with pytest.raises(ValueError, match="does not cover"):
         load_checkpoint_in_model(Net(), tmp_path, {"start": "cpu"})
     with pytest.raises(ValueError, match="dtype='whole' is not a torch dtype"):
         load_checkpoint_in_model(Net(), tmp_path, dtype="whole")

@@ -221,7 +221,7 @@ def test_what_the_files_miss_is_initialized_by_the_layers_as_on_one_device(folde
     def run(strategy: Any) -> Any:
         if int(os.environ.get("RANK", 0)):
             return fit(partial(More, tmp_path), strategy)
-        with pytest.warns(PacelineWarning, match=r"3 missing from it \(.*initial ones"):
+        with pytest.warns(PacelineWarning, match=r"3 missing from it \(.*initial values"):
             return fit(partial(More, tmp_path), strategy)
 
     (one,) = at(1, lambda: run("single_device"))
@@ -482,7 +482,7 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 SAID = {
     "missing": "are missing|No such file",
-    "corrupt": "damaged or has another format",
+    "corrupt": "damaged or has a different format",
     "another shape": r"has the shape \(1,",
 }
 
@@ -676,7 +676,7 @@ def test_weights_are_loaded_into_a_sharded_model_in_the_middle_of_a_run(folder: 
         if accelerator.is_main_process:
             assert all(torch.equal(found[key], value) for key, value in trained().state_dict().items())
         with pytest.raises(
-            ValueError, match=r"blocks.0.norm.bias is torch.float32 and already sharded.*before it is prepared"
+            ValueError, match=r"blocks.0.norm.bias is torch.float32 and already sharded.*before prepare"
         ):
             load_checkpoint_in_model(network, folder, dtype=torch.bfloat16)
 

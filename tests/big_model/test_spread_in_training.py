@@ -66,7 +66,7 @@ def test_a_loop_of_ones_own_leaves_it_where_it_is(tmp_path: Path, caplog: pytest
     model, whole = spread(tmp_path)
     with caplog.at_level("INFO"):
         prepared = Accelerator(cpu=True).prepare(model)
-    assert "Net stays where its device map has put it" in caplog.text
+    assert "Net stays on the devices of its device map" in caplog.text
     with torch.inference_mode():
         assert torch.equal(prepared(X), whole(X))
 
@@ -76,7 +76,7 @@ def test_many_processes_refuse_it(strategy: Any, tmp_path: Path, monkeypatch: py
     model, _ = spread(tmp_path)
     monkeypatch.setattr(type(strategy), "world_size", 2)
     strategy.device = torch.device("cpu")
-    with pytest.raises(RuntimeError, match=r"Net was spread by .* 2 processes .* load_checkpoint_in_model"):
+    with pytest.raises(RuntimeError, match=r"Net was dispatched by .* 2 processes .* load_checkpoint_in_model"):
         strategy.places(Module(model))
 
 
@@ -90,7 +90,7 @@ def test_a_precision_that_converts_weights_is_refused(quiet: dict[str, Any], tmp
 def test_what_it_is_a_part_of_cannot_move_or_convert_it(convert: Any, tmp_path: Path) -> None:
     model, whole = spread(tmp_path)
     for module in (nn.Sequential(model), model, model.blocks[1]):
-        with pytest.raises(RuntimeError, match="which was spread over host memory or disk"):
+        with pytest.raises(RuntimeError, match="which was dispatched to host memory or disk"):
             convert(module)
     assert torch.equal(model(X), whole(X))
     remove_hook_from_submodules(model)
@@ -114,9 +114,7 @@ def test_a_second_thread_is_an_error_while_the_first_one_runs(tmp_path: Path) ->
 
     handle = model.blocks[0].norm.register_forward_hook(hook)
     assert torch.equal(model(X), whole(X))
-    assert [str(error).startswith("A model with offloaded weights was called in a thread") for error in problems] == [
-        True
-    ]
+    assert [str(error).startswith("A model with offloaded weights was called while") for error in problems] == [True]
     handle.remove()
     assert torch.equal(model(X), whole(X))
 

@@ -246,7 +246,7 @@ def test_your_callback_can_judge_each_loss_and_skip_its_batch(
     trainer.fit(TinyModule(), tiny_loader())
     assert (trainer.global_step, skips.seen) == (3, [0, 1, 2, 3])
     assert any("returned None" in str(warning.message) for warning in recwarn) is not together
-    with pytest.raises(ValueError, match=r"Skips looks at the loss before its backward"):
+    with pytest.raises(ValueError, match=r"Skips needs the loss before backward"):
         Trainer(**quiet, max_epochs=1, callbacks=[skips], compile="step").fit(TinyModule(), tiny_loader())
 
 

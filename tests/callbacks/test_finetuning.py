@@ -474,15 +474,15 @@ def test_of_several_optimizers_the_first_trains_the_backbone(tmp_path: Path) -> 
     [
         ({"unfreeze_backbone_at_epoch": -1}, ValueError, ["unfreeze_backbone_at_epoch=-1", "at least 0"]),
         ({"unfreeze_backbone_at_epoch": 1.0}, TypeError, ["unfreeze_backbone_at_epoch=1.0", "float", "integer"]),
-        ({"lambda_func": 2.0}, TypeError, ["lambda_func=2.0", "cannot be called", "Give a function"]),
-        ({"backbone_initial_ratio_lr": 0}, ValueError, ["backbone_initial_ratio_lr=0", "Give a positive number"]),
-        ({"backbone_initial_lr": "1e-3"}, TypeError, ["backbone_initial_lr='1e-3'", "str", "Give a positive number"]),
-        ({"initial_denom_lr": -2.0}, ValueError, ["initial_denom_lr=-2.0", "Give a positive number"]),
+        ({"lambda_func": 2.0}, TypeError, ["lambda_func=2.0", "is not callable", "Pass a function"]),
+        ({"backbone_initial_ratio_lr": 0}, ValueError, ["backbone_initial_ratio_lr=0", "Pass a positive number"]),
+        ({"backbone_initial_lr": "1e-3"}, TypeError, ["backbone_initial_lr='1e-3'", "str", "Pass a positive number"]),
+        ({"initial_denom_lr": -2.0}, ValueError, ["initial_denom_lr=-2.0", "Pass a positive number"]),
         ({"rounding": -1}, ValueError, ["rounding=-1", "at least 0"]),
         (
             {"backbone_initial_lr": 0.1, "initial_denom_lr": 2.0},
             ValueError,
-            ["'backbone_initial_lr' and 'initial_denom_lr'", "take effect", "Give one"],
+            ["'backbone_initial_lr' and 'initial_denom_lr'", "take effect", "Pass one"],
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_reports_name_totals_and_each_parameter(caplog: pytest.LogCaptureFixture
         ({"pruning_fn": "random_structured", "pruning_dim": 0}, ValueError, "use_global_unstructured=False"),
         ({"pruning_fn": prune.l1_unstructured}, ValueError, "is a function.*use_global_unstructured=False"),
         ({"pruning_fn": prune.Identity, "use_global_unstructured": False}, ValueError, "is a class"),
-        ({"pruning_fn": {}}, TypeError, r"pruning_fn=\{\}\) is a dict"),
+        ({"pruning_fn": {}}, TypeError, r"pruning_fn=\{\} is a dict"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_named(arguments: Any, kind: type[Exception], message: str) -> None:

@@ -95,6 +95,8 @@ def test_hooks_of_a_subclass_are_called_at_every_interval(interval: Any) -> None
             super().on_predict_epoch_end(trainer, pl_module)
 
     writer = Mine(interval)
+    assert writer.interval == interval
+    assert (writer.interval.on_batch, writer.interval.on_epoch) == ("batch" in interval, "epoch" in interval)
     predict(writer, tiny_loader(2))
     assert writer.called == ("start", "epoch_end")
     assert (len(writer.batches), len(writer.epochs)) == (2 * ("batch" in interval), int("epoch" in interval))
@@ -149,3 +151,11 @@ def test_a_writer_without_the_method_its_interval_calls_is_refused_before_anythi
 def test_an_unknown_interval_is_refused_with_the_known_ones(interval: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown write_interval.*'batch', 'epoch' or 'batch_and_epoch'"):
         Writer(interval)
+
+
+def test_the_interval_equals_its_string_and_says_what_it_means() -> None:
+    interval = BasePredictionWriter("batch_and_epoch").interval
+    assert interval == "batch_and_epoch"
+    assert (interval.on_batch, interval.on_epoch) == (True, True)
+    assert not BasePredictionWriter("epoch").interval.on_batch
+    assert not BasePredictionWriter("batch").interval.on_epoch

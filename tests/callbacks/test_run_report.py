@@ -513,7 +513,7 @@ def test_a_full_disk_ends_the_record_not_the_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"RunReport\(dirpath='s3://bucket/run'\) is a remote address"):
+    with pytest.raises(ValueError, match=r"RunReport: dirpath='s3://bucket/run' is a remote URL"):
         RunReport("s3://bucket/run")
 
 

@@ -411,17 +411,17 @@ def test_a_resume_without_the_callbacks_state_averages_the_epochs_left(tmp_path:
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
-        ({"swa_lrs": -0.1}, ValueError, ["swa_lrs=-0.1", "cannot train", "Give positive"]),
-        ({"swa_lrs": [0.1, 0.0]}, ValueError, ["swa_lrs=[0.1, 0.0]", "cannot train", "Give positive"]),
-        ({"swa_lrs": "0.1"}, TypeError, ["swa_lrs='0.1'", "not a learning rate", "Give a positive number"]),
-        ({"swa_lrs": []}, TypeError, ["swa_lrs=[]", "not a learning rate", "Give a positive number"]),
+        ({"swa_lrs": -0.1}, ValueError, ["swa_lrs=-0.1", "cannot train", "Pass positive"]),
+        ({"swa_lrs": [0.1, 0.0]}, ValueError, ["swa_lrs=[0.1, 0.0]", "cannot train", "Pass positive"]),
+        ({"swa_lrs": "0.1"}, TypeError, ["swa_lrs='0.1'", "not a learning rate", "Pass a positive number"]),
+        ({"swa_lrs": []}, TypeError, ["swa_lrs=[]", "not a learning rate", "Pass a positive number"]),
         ({"swa_epoch_start": 0}, ValueError, ["swa_epoch_start=0", "out of range", "at least 1"]),
         ({"swa_epoch_start": 1.5}, ValueError, ["swa_epoch_start=1.5", "out of range", "0.0 to 1.0"]),
         ({"swa_epoch_start": "5"}, TypeError, ["swa_epoch_start='5'", "str", "integer counted from 1"]),
         ({"annealing_epochs": -1}, ValueError, ["annealing_epochs=-1", "too small", "at least 0"]),
         ({"annealing_strategy": "cosine"}, ValueError, ["'cosine'", "Did you mean 'cos'?", "Choose 'cos' or 'linear'"]),
-        ({"avg_fn": 2}, TypeError, ["avg_fn=2", "cannot be called", "Give a function"]),
-        ({"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Give 'cpu'"]),
+        ({"avg_fn": 2}, TypeError, ["avg_fn=2", "is not callable", "Pass a function"]),
+        ({"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Pass 'cpu'"]),
     ],
 )
 def test_an_invalid_argument_is_told_with_value_reason_and_remedy(

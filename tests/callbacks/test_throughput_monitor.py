@@ -11,7 +11,7 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks import ThroughputMonitor, throughput_monitor
-from paceline.callbacks.throughput_monitor import PEAK_FLOPS, _compute_dtype, _first_dim, peak_flops, peak_flops_of
+from paceline.callbacks.throughput_monitor import PEAK_FLOPS, _first_dim, compute_dtype, peak_flops, peak_flops_of
 from paceline.loggers import Logger
 from paceline.utilities import Throughput, measure_flops
 
@@ -271,14 +271,14 @@ def test_every_entry_of_the_table_can_be_reached_by_its_own_name() -> None:
     [("32-true", "float32"), ("bf16-mixed", "bfloat16"), ("16-mixed", "float16"), ("64-true", "float64")],
 )
 def test_the_dtype_of_the_peak_is_that_of_the_precision(precision: str, dtype: str) -> None:
-    assert _compute_dtype(precision) == dtype
+    assert compute_dtype(precision) == dtype
 
 
 def test_float32_counts_as_tf32_where_that_is_allowed() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert _compute_dtype("32-true") == "tf32"
+        assert compute_dtype("32-true") == "tf32"
     finally:
         torch.set_float32_matmul_precision(before)
 

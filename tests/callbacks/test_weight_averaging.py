@@ -233,7 +233,7 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
     [
         (EMAWeightAveraging, {"decay": 1.5}, ValueError, ["decay=1.5", "outside [0, 1]", "such as 0.999"]),
         (EMAWeightAveraging, {"decay": -0.1}, ValueError, ["decay=-0.1", "outside [0, 1]", "such as 0.999"]),
-        (EMAWeightAveraging, {"decay": "0.9"}, TypeError, ["decay='0.9'", "str", "Give a number from 0 to 1"]),
+        (EMAWeightAveraging, {"decay": "0.9"}, TypeError, ["decay='0.9'", "str", "Pass a number from 0 to 1"]),
         (EMAWeightAveraging, {"update_every_n_steps": 0}, ValueError, ["update_every_n_steps=0", "at least 1"]),
         (
             EMAWeightAveraging,
@@ -251,10 +251,10 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
         (EMAWeightAveraging, {"dekay": 0.9}, TypeError, ["'dekay'", "Did you mean 'decay'?", "Choose"]),
         (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "with decay", "Use WeightAveraging(avg_fn=...)"]),
         (WeightAveraging, {"avgfn": max}, TypeError, ["'avgfn'", "Did you mean 'avg_fn'?", "Choose"]),
-        (WeightAveraging, {"avg_fn": 3}, TypeError, ["avg_fn=3", "cannot be called", "Give a function"]),
-        (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, ValueError, ["both", "only one", "Give avg_fn"]),
-        (WeightAveraging, {"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Give 'cpu'"]),
-        (WeightAveraging, {"device": 1.5}, TypeError, ["device=1.5", "float", "Give a name"]),
+        (WeightAveraging, {"avg_fn": 3}, TypeError, ["avg_fn=3", "is not callable", "Pass a function"]),
+        (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, ValueError, ["both", "only one", "Pass avg_fn"]),
+        (WeightAveraging, {"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Pass 'cpu'"]),
+        (WeightAveraging, {"device": 1.5}, TypeError, ["device=1.5", "float", "Pass a name"]),
     ],
 )
 def test_an_invalid_argument_is_told_with_value_reason_and_remedy(

@@ -107,9 +107,9 @@ def make_other_zip(path: Path) -> None:
 def test_what_is_passed_over_is_named_with_the_reason(word: str, spoil: Any, why: str, tmp_path: Path):
     run(tmp_path)
     spoil(tmp_path / "epoch=2.ckpt")
-    with pytest.warns(UserWarning, match=rf"'{word}' passed over .*epoch=2\.ckpt \(.*") as said:
+    with pytest.warns(UserWarning, match=rf"'{word}' skipped .*epoch=2\.ckpt \(.*") as said:
         assert resumed_from(tmp_path, word) == "epoch=1.ckpt"
-    (text,) = [str(one.message) for one in said if "passed over" in str(one.message)]
+    (text,) = [str(one.message) for one in said if "skipped" in str(one.message)]
     assert why in text
 
 
@@ -155,7 +155,7 @@ def test_auto_starts_fresh_without_alarm_and_last_with_a_warning(tmp_path: Path,
 def test_auto_warns_if_all_there_is_is_broken(tmp_path: Path):
     run(tmp_path, epochs=1)
     cut(tmp_path / "epoch=0.ckpt")
-    with pytest.warns(UserWarning, match=r"the run starts fresh\. Passed over: .*epoch=0\.ckpt \("):
+    with pytest.warns(UserWarning, match=r"the run starts fresh\. Skipped: .*epoch=0\.ckpt \("):
         assert resumed_from(tmp_path, "auto") is None
 
 

@@ -163,7 +163,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 def test_other_shapes_are_an_error_and_strict_false_loads_what_matches(tmp_path: Path):
     module = saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit Sized: 2 with another shape \(hidden\.weight \(5, 4\) in the file"
+        RuntimeError, match=r"does not fit Sized: 2 with a different shape \(hidden\.weight \(5, 4\) in the file"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=6)
     content = single_file.read(tmp_path / "x.ckpt")
@@ -253,7 +253,7 @@ class WithLoss(TinyModule):
 def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(tmp_path: Path):
     saved(WithLoss(Loss(3)), tmp_path / "x.ckpt")
     Loss.made.clear()  # of the copies that were made for the checkpoint
-    problem = r"needs 'loss'. The checkpoint has loss \(.*Loss\) as objects.*weights_only=False"
+    problem = r"needs 'loss'. The checkpoint stores loss \(.*Loss\) as pickled objects.*weights_only=False"
     with pytest.raises(TypeError, match=problem):
         WithLoss.load_from_checkpoint(tmp_path / "x.ckpt")
     assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4

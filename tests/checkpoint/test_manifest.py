@@ -100,7 +100,7 @@ def test_any_changed_byte_of_a_folders_manifest_is_noticed(tmp_path: Path):
     good = (tmp_path / manifest.NAME).read_bytes()
     for place in range(len(good)):
         (tmp_path / manifest.NAME).write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        with pytest.raises(ValueError, match=r"its file 'manifest\.json' is not what was written"):
+        with pytest.raises(ValueError, match=r"its file 'manifest\.json' has changed since it was written"):
             manifest.read_folder(tmp_path)
 
 

@@ -234,8 +234,8 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(f
 
     one, two = ranks(2, run)
     assert len(one) == len(two) == 1
-    assert "rank 1 could not write its part" in one[0]
-    assert "rank 1 could not write its part" in two[0]
+    assert "rank 1 could not write its shards" in one[0]
+    assert "rank 1 could not write its shards" in two[0]
     assert list(tmp_path.iterdir()) == [target]
     assert read(target)["epoch"] == read(folder)["epoch"]
 
@@ -243,7 +243,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(f
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(RanksError, match=r"a folder of this name that is not a checkpoint"):
+    with pytest.raises(RanksError, match=r"A folder with this name already exists and is not a checkpoint"):
         run_at("sharded x2", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
 

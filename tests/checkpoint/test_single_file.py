@@ -131,7 +131,7 @@ class Interrupting:
 
 
 def test_a_folder_in_the_way_is_an_error(tmp_path: Path):
-    with pytest.raises(IsADirectoryError, match="there is a folder of this name") as caught:
+    with pytest.raises(IsADirectoryError, match="there is a folder with this name") as caught:
         single_file.write(checkpoint(), tmp_path)
     assert caught.value.filename == str(tmp_path)
 
@@ -389,7 +389,7 @@ def test_a_file_written_without_checksums_is_read(tmp_path: Path):
 def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path):
     section = {"format": single_file.FORMAT + 1, "versions": {"paceline": "9.9"}}
     single_file.write({**checkpoint(), "paceline": section}, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"format 2 \(of paceline 9\.9\), and this version reads .* up to 1\. Upgrade"):
+    with pytest.raises(ValueError, match=r"format 2 \(of paceline 9\.9\), but this version reads .* up to 1\. Upgrade"):
         single_file.read(tmp_path / "x.ckpt")
 
 

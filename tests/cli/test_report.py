@@ -99,7 +99,7 @@ def test_the_page_is_made_without_torch() -> None:
         (["known.jsonl", "known.jsonl"], "are the same record"),
         (
             ["known.jsonl", "empty", "known.jsonl"],
-            "3 runs were given ('known.jsonl', 'empty' and 'known.jsonl'). Give one",
+            "3 runs were given ('known.jsonl', 'empty' and 'known.jsonl'). Pass one",
         ),
     ],
 )

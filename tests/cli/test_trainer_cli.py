@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import pickle
 import sys
+import types
 import typing
 from collections.abc import Callable
 from datetime import timedelta
@@ -567,14 +569,14 @@ def test_the_model_for_a_checkpoint_has_its_hyperparameters(
     here = ran("predict", *words, "--ckpt_path=x.ckpt", model=CommandedNet if chosen_here else model, **options)
     assert here.model.width == here.config.predict.model.get("init_args", here.config.predict.model).width == 5
     assert type(here.model) is model
-    assert "The arguments of the model are the hyperparameters in x.ckpt" in caplog.text
+    assert "The model's arguments come from the hyperparameters in x.ckpt" in caplog.text
 
 
 def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     ran("fit").trainer.save_checkpoint("x.ckpt")
     with pytest.raises(SystemExit):
         ran("test", "--ckpt_path=x.ckpt", model=TinyModule)
-    assert "Parsing of ckpt_path hyperparameters failed: those in 'x.ckpt'" in capsys.readouterr().err
+    assert "Parsing of ckpt_path hyperparameters failed: the hyperparameters in 'x.ckpt'" in capsys.readouterr().err
 
 
 def written(**hyperparameters: Any) -> None:
@@ -647,3 +649,18 @@ def test_the_config_of_a_strategy_makes_the_same_strategy_again() -> None:
     again = made("--config=again.yaml").trainer.strategy
     assert isinstance(again, strategies.DDPStrategy)
     assert again.timeout == timedelta(minutes=5)
+
+
+def test_with_a_jsonargparse_that_is_too_old_names_can_be_imported_and_parsers_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse.typing", types.ModuleType("jsonargparse.typing"))
+    file = sys.modules[ArgumentParser.__module__].__file__ or ""
+    spec = importlib.util.spec_from_file_location("paceline.cli.argument_parser_again", file)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.instantiate_class((), {"class_path": "torch.nn.Identity"}).__class__ is nn.Identity
+    with pytest.raises(ImportError, match=r"needs jsonargparse 4\.49 or newer, but [\d.]+ is installed\. Run: pip"):
+        again.ArgumentParser()

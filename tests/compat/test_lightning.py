@@ -42,7 +42,7 @@ for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightnin
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
 assert _TORCH_GREATER_EQUAL_2_1 is True and _RICH_AVAILABLE is True and _SOMETHING_AVAILABLE is False
 from lightning.pytorch.strategies import XLAStrategy
-for call, text in ((lambda: XLAStrategy(), "does not drive TPUs"), (lambda: pl.Trianer, "Did you mean 'Trainer'")):
+for call, text in ((lambda: XLAStrategy(), "does not support TPUs"), (lambda: pl.Trianer, "Did you mean 'Trainer'")):
     try:
         call()
     except (NotImplementedError, AttributeError) as error:
@@ -129,12 +129,114 @@ assert pl.accelerators.CUDAAccelerator.auto_device_count() == torch.cuda.device_
 """
 
 
+PARTS = """
+import inspect, logging, typing, warnings
+import torch
+from paceline import compat
+compat.install("lightning")
+import lightning.pytorch as pl
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator, XLAAccelerator
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch.utils.data import DataLoader
+
+told = []
+logging.getLogger("paceline").setLevel(logging.DEBUG)
+logging.getLogger("paceline").addHandler(type("Kept", (logging.Handler,), {"emit": lambda _, r: told.append(r)})())
+
+def says(call, kind, *texts):
+    try:
+        call()
+    except kind as error:
+        assert all(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(texts)
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 1), []
+    def training_step(self, batch, batch_idx):
+        loop = self.trainer.fit_loop
+        self.seen.append((loop.epoch_progress.current.completed, loop.epoch_loop.batch_idx,
+                          loop.epoch_loop._should_check_val_fx(), loop.epoch_loop.total_batch_idx))
+        return self.layer(batch).sum()
+    def validation_step(self, batch, batch_idx):
+        self.log("x", 1.0)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+# what a Trainer shows
+quiet = dict(accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False)
+trainer, net, loader = pl.Trainer(max_epochs=1, **quiet), Net(), DataLoader(torch.ones(2, 4))
+trainer.fit_loop.max_epochs = 2
+trainer.fit(net, loader, loader)
+assert net.seen == [(0, 0, False, 0), (0, 1, True, 1), (1, 0, False, 2), (1, 1, True, 3)], net.seen
+assert trainer.fit_loop.epoch_progress.current.processed == 2 == trainer.max_epochs
+assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.fit_loop.epoch_loop.global_step == 4
+assert trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed == 4
+assert trainer.fit_loop.max_batches == 2 and trainer.validate_loop.max_batches == [2]
+assert trainer._logger_connector.callback_metrics.keys() == {"x"}
+assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 4
+strategy = trainer.strategy
+assert strategy.lightning_module is net and strategy.optimizers is trainer.optimizers
+assert strategy.lightning_module_state_dict().keys() == net.state_dict().keys()
+says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private in Lightning", "callback_metrics")
+says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")
+says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only shows")
+assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1
+
+# what would be chosen
+chosen = _AcceleratorConnector(accelerator="cpu", devices=3, plugins=TorchCheckpointIO())
+assert (chosen._accelerator_flag, chosen._devices_flag, chosen.is_distributed) == ("cpu", 3, True)
+assert isinstance(chosen.strategy, DDPStrategy) and isinstance(chosen.accelerator, CPUAccelerator)
+assert chosen.strategy.parallel_devices == [torch.device("cpu")] * 3 and chosen.strategy.num_processes == 3
+assert trainer._accelerator_connector.strategy is strategy and trainer._accelerator_connector._devices_flag == 1
+for one in inspect.signature(_AcceleratorConnector).parameters.values():
+    assert inspect.signature(pl.Trainer).parameters[one.name].default == one.default, one
+says(lambda: chosen._nothing, AttributeError, "trainer.strategy")
+
+# parts
+assert {"cpu", "cuda", "mps", "tpu"} <= set(AcceleratorRegistry.available_accelerators())
+assert not XLAAccelerator.is_available() and CPUAccelerator().get_device_stats(object())
+assert DoublePrecision().connect(net, [], [])[0] is net
+mixed, optimizer = MixedPrecision("16-mixed", "cuda:0"), torch.optim.Adam(net.parameters(), fused=True)
+says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "takes the loss scale out inside")
+net.layer(torch.ones(4)).sum().backward()
+MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 0.1, "value")
+assert float(net.layer.bias.grad) == torch.tensor(0.1).item()
+plain = SingleDeviceStrategy(device="cpu", accelerator=CPUAccelerator(), checkpoint_io=TorchCheckpointIO())
+plain.save_checkpoint({"state_dict": {}, "x": 1}, "a.ckpt")
+assert plain.load_checkpoint("a.ckpt")["x"] == 1 and not plain.restore_checkpoint_after_setup
+assert plain.reduce_boolean_decision(True) and plain.batch_to_device([1])[0] == 1
+
+# FSDP 1's arguments
+policy = torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+fsdp = FSDPStrategy(
+    sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy={torch.nn.Linear}, use_orig_params=True,
+    activation_checkpointing_policy={torch.nn.Linear}, mixed_precision=policy, limit_all_gathers=True,
+)
+assert fsdp.reshard_after_forward is False and fsdp.wrap == fsdp.activation_checkpointing == (torch.nn.Linear,)
+assert fsdp.mixed_precision.param_dtype is torch.bfloat16 and fsdp.mixed_precision_config is policy
+assert FSDPStrategy(device_mesh=(1, 4)).sizes == (1, 4)
+assert "device_mesh" in typing.get_type_hints(FSDPStrategy.__init__)
+assert not isinstance(inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation, str)
+says(lambda: fsdp.save_checkpoint({}, "b.ckpt", storage_options=1), TypeError, "storage_options")
+assert "ddp_spawn" in StrategyRegistry
+"""
+
+
 def test_every_name_is_there_under_every_name_of_its_module(tmp_path: Path) -> None:
     run("-c", NAMES, folder=tmp_path)
 
 
 def test_errors_folders_and_values_are_those_that_programs_expect(tmp_path: Path) -> None:
     run("-c", BEHAVIOUR, folder=tmp_path)
+
+
+def test_parts_and_private_places_show_what_a_run_does(tmp_path: Path) -> None:
+    run("-c", PARTS, folder=tmp_path)
 
 
 CHILDREN = """

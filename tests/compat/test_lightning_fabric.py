@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import TrainingModule
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.compat.lightning.fabric import Fabric
-from paceline.compat.lightning.fabric_loggers import CSVLogger
+from paceline.compat.lightning.fabric_loggers import CSVLogger, ThroughputMonitor
 from paceline.compat.lightning.fabric_wrappers import FabricModule, is_wrapped, unwrapped_in
 from paceline.processes.environments import ClusterEnvironment
 
@@ -251,3 +252,16 @@ def test_a_process_that_is_one_of_several_does_not_start_the_others() -> None:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, plugins=Elsewhere())
     with pytest.raises(RuntimeError, match=r"this is already one of several: its local_rank\(\) is 1"):
         fabric.launch(lambda fabric: None)
+
+
+def test_the_throughput_monitor_logs_the_rates_of_all_processes_with_the_fabric(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(tmp_path, name="", version=0))
+    monitor = ThroughputMonitor(fabric, window_size=2)
+    for count in (1, 2):
+        monitor.update(time=2.0 * count, batches=count, samples=8 * count, lengths=32 * count)
+        rates = monitor.compute_and_log()
+    assert (rates["device/samples_per_sec"], rates["device/items_per_sec"], monitor.step) == (4.0, 16.0, 1)
+    fabric.logger.save()
+    with (tmp_path / "version_0" / "metrics.csv").open() as file:
+        first, last = csv.DictReader(file)
+    assert (first["step"], last["step"], last["device/samples_per_sec"]) == ("0", "1", "4.0")

@@ -143,15 +143,15 @@ def test_training_from_loaders_in_sequence_is_refused():
 
 @pytest.mark.parametrize("wrong", [5, None, "text", {"x": X}, DataLoader, object()])
 def test_what_cannot_be_iterated_over_for_batches_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"was given as a loader.*Give a DataLoader"):
+    with pytest.raises(TypeError, match=r"was passed as a loader.*Pass a DataLoader"):
         train_loader(wrong)
     if wrong is not None:
-        with pytest.raises(TypeError, match="was given as a loader"):
+        with pytest.raises(TypeError, match="was passed as a loader"):
             eval_loaders(wrong)
 
 
 def test_a_tensor_is_no_loader():
-    with pytest.raises(TypeError, match=r"A tensor of shape \(8, 3\) was given as a loader, .*TensorDataset.*list\("):
+    with pytest.raises(TypeError, match=r"A tensor of shape \(8, 3\) was passed as a loader, .*TensorDataset.*list\("):
         train_loader(torch.randn(8, 3))
     assert len(train_loader(list(torch.randn(8, 3)))) == 8  # type: ignore[arg-type]
 
@@ -212,7 +212,7 @@ def test_a_fraction_that_means_whole_batches_gives_exactly_these(length, batches
     ("source", "limit", "error", "text"),
     [
         (loader(10), 1.5, ValueError, r"limit_val_batches=1.5 .*between 0.0 and 1.0\.$"),
-        (loader(10), 20.0, ValueError, r"limit_val_batches=20.0 .*; for 20 batches write 20\."),
+        (loader(10), 20.0, ValueError, r"limit_val_batches=20.0 .*; for 20 batches use 20\."),
         (loader(10), -0.1, ValueError, r"limit_val_batches=-0.1"),
         (loader(10), float("nan"), ValueError, r"limit_val_batches=nan"),
         (loader(10), -1, ValueError, r"limit_val_batches=-1 is negative"),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer
+from paceline import Trainer, messages
 from paceline.loggers import DummyLogger
+from paceline.loggers.base import Nothing, rank_zero_experiment
 
 
 def test_a_dummy_logger_has_every_method_with_any_arguments() -> None:
@@ -34,3 +35,16 @@ def test_a_fast_dev_run_calls_methods_of_the_logger_that_it_replaces() -> None:
     trainer = Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Draws(), tiny_loader(1), tiny_loader(1))
     assert isinstance(trainer.logger, DummyLogger)
+
+
+def test_the_experiment_of_a_logger_of_ones_own_is_made_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(DummyLogger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> str:
+            """Made."""
+            return "made"
+
+    assert Mine().experiment == "made"
+    monkeypatch.setattr(messages, "is_rank_zero", lambda: False)
+    assert isinstance(Mine().experiment, Nothing)

@@ -160,3 +160,12 @@ def test_a_run_without_settings_has_an_empty_hparams_yaml_and_later_settings_rep
     assert yaml.safe_load(path.read_text()) == {"lr": 0.1}
     assert not path.with_name("hparams_1.yaml").exists()
     logger.finalize("success")
+
+
+def test_the_name_of_a_subclass_names_the_folder(kind: Any, tmp_path: Path) -> None:
+    class Named(kind):
+        @property
+        def name(self) -> str:
+            return "mine"
+
+    assert Named(tmp_path).log_dir == str(tmp_path / "mine" / "version_0")

@@ -146,16 +146,22 @@ def test_tables_texts_and_images_are_in_the_run(offline_wandb: Path, wandb_histo
     logger.log_table("scores", columns=["who", "acc"], data=[["a", 0.5]], step=3)
     logger.log_text("samples", columns=["text"], data=[["hello"]], step=3)
     logger.log_image("digits", [np.zeros((4, 4)), np.ones((4, 4))], step=3, caption=["zero", "one"])
-    with pytest.raises(ValueError, match=r"got 1 images and 2 values for 'caption'. Give one value"):
+    with pytest.raises(ValueError, match=r"got 1 images and 2 values for 'caption'. Pass one value"):
         logger.log_image("digits", [np.zeros((4, 4))], caption=["zero", "one"])
     with pytest.raises(TypeError, match=r"log_image\('digits'\) got a ndarray.*into a list: \[image\]"):
         logger.log_image("digits", np.zeros((4, 4)))  # pyright: ignore[reportArgumentType]
+    (offline_wandb / "clip.gif").write_bytes(b"some bytes")
+    with pytest.raises(ValueError, match=r"log_audio\('tone'\) got 1 audios and 2 values for 'caption'"):
+        logger.log_audio("tone", ["tone.wav"], caption=["low", "high"])
+    logger.log_video("clip", [str(offline_wandb / "clip.gif")], step=3)
+    with pytest.raises(ValueError, match=r"log_video\('clip'\) got 1 videos and 2 values for 'fps'"):
+        logger.log_video("clip", ["a.gif"], fps=[1, 2])
     logger.finalize("failed")
     row = {name: value for r in wandb_history(_file(offline_wandb)) for name, value in r.items()}
     assert row["trainer/global_step"] == 3
     assert row["digits/captions"] == ["zero", "one"]
     media = list((_file(offline_wandb).parent / "files" / "media").rglob("*.*"))
-    assert len([p for p in media if p.suffix == ".png"]) == 2
+    assert sorted(p.suffix for p in media if p.suffix != ".json") == [".gif", ".png", ".png"]
     tables = [json.loads(p.read_text()) for p in media if p.name.endswith(".table.json")]
     assert [["a", 0.5]] in [t["data"] for t in tables]
     assert [["hello"]] in [t["data"] for t in tables]

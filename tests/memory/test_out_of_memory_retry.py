@@ -287,7 +287,7 @@ def wrong_on_rank_1() -> str:
 
 def test_an_error_of_one_rank_ends_the_search_of_all() -> None:
     first, second = ranks(2, wrong_on_rank_1)
-    assert "ended on rank 1 with an error, so rank 0 cannot continue alone" in first
+    assert "failed on rank 1, so rank 0 cannot continue alone" in first
     assert "KeyError: 'mine'" in first
     assert second == "KeyError: 'mine'"
 

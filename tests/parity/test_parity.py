@@ -93,7 +93,7 @@ def test_a_strategy_that_departs_is_named_with_step_and_parameter() -> None:
     assert report["ddp"].same
     assert "Unknown strategy 'dpd'" in report["dpd"].failure
     shown = str(report).splitlines()
-    assert f"departs at step 4 in {report['Wrong'].parameter}" in shown[1]
+    assert f"differs at step 4 in {report['Wrong'].parameter}" in shown[1]
     assert shown[2].endswith("same")
     assert "failed: ValueError" in shown[3]
 
@@ -107,4 +107,4 @@ def test_the_module_given_to_verify_stays_as_it_was() -> None:
 
 def test_batches_that_cannot_be_split_are_refused() -> None:
     report = paceline.verify(ConvNet(), loader(ConvNet, batch_size=7), ["ddp"], steps=2, accelerator="cpu")
-    assert "one has 7 samples. Choose a batch_size that 2 divides" in report["ddp"].failure
+    assert "one has 7 samples. Choose a batch_size divisible by 2" in report["ddp"].failure

@@ -123,7 +123,7 @@ def test_the_machine_follows_from_rank_or_from_node_rank() -> None:
         (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ("local rank 1 of local world size 0",)),
         (without(TORCHRUN, WORLD_SIZE="two"), ("WORLD_SIZE='two' is not a whole number",)),
         (without(TORCHRUN, MASTER_PORT="http"), ("MASTER_PORT='http' is not a whole number",)),
-        (without(TORCHRUN, MASTER_PORT="70000"), ("MASTER_PORT=70000 is not a port",)),
+        (without(TORCHRUN, MASTER_PORT="70000"), ("MASTER_PORT=70000 is not a valid port",)),
     ],
 )
 def test_half_set_variables_are_an_error_that_names_them(environ: dict[str, str], names: tuple[str, ...]) -> None:

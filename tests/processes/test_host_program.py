@@ -94,8 +94,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["tested.py"], "", ""),
         (["-m", "pytest", "-sqp", "no:cacheprovider", "test_pytest.py"], "", "pytest"),
         (["frozen.py"], "", "a frozen program"),
-        (["worker.py", "fork"], "", "a process that multiprocessing started"),
-        (["worker.py", "spawn"], "", "a process that multiprocessing started"),
+        (["worker.py", "fork"], "", "a process started by multiprocessing"),
+        (["worker.py", "spawn"], "", "a process started by multiprocessing"),
         (launched_worker.command("train.py", [])[1:], "", "a script"),
         (launched_worker.command("package.train", [], module=True)[1:], "", "a script"),
     ],
@@ -117,7 +117,7 @@ def test_the_host_of_a_program(programs: Path, command: list[str], stdin: str, h
 
 # ---- described hosts -----------------------------------------------------------------------------------------------
 
-COPIED = "CUDA was already used in this process, and a forked copy of it cannot use CUDA"
+COPIED = "CUDA was already used in this process, and a fork of it cannot use CUDA"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ COPIED = "CUDA was already used in this process, and a forked copy of it cannot 
         ({"options": ("-",)}, "a program read from standard input", "fork", "fork"),
         ({"file": "<stdin>"}, "a program read from standard input", "fork", "fork"),
         ({"frozen": True, "file": "train.py"}, "a frozen program", "fork", "fork"),
-        ({"worker": True, "file": "train.py"}, "a process that multiprocessing started", "fork", "spawn"),
+        ({"worker": True, "file": "train.py"}, "a process started by multiprocessing", "fork", "spawn"),
         ({"sweep": True, "file": "train.py"}, "a Hydra sweep", "fork", "spawn"),
-        ({"executable": "", "file": "train.py"}, "a Python inside another program", "fork", "fork"),
+        ({"executable": "", "file": "train.py"}, "Python embedded in another program", "fork", "fork"),
     ],
 )
 def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: str, after_cuda: str) -> None:

@@ -335,7 +335,7 @@ def test_start_returns_rank_zeros_result_or_raises_the_first_failure(
     script = tmp_path / "start.py"
     script.write_text(START)
     code, out, err = finish(begin([str(script), method, *kinds], environ, tmp_path))
-    assert err == "numa=True has no effect: the processes compute on 'cpu'.\n"
+    assert err == "numa=True has no effect: the processes run on 'cpu'.\n"
     assert code == 0
     result = dict(zip(kinds, map(json.loads, out.splitlines()), strict=True))
     threads = 1 if method == "fork" else max(1, len(os.sched_getaffinity(0)) // 2)
@@ -395,7 +395,7 @@ def test_a_crash_in_compiled_code_is_to_blame_and_says_where(
     script.write_text(CRASH)
     code, out, err = finish(begin([str(script), method, "itself"], environ, tmp_path))
     first, *rest = out.splitlines()
-    assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in compiled code, which was called here:"
+    assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in compiled code that was called here:"
     assert rest[0].startswith("Current thread")
     assert rest[-2].endswith(" in crash_here")
     assert rest[-1].endswith(" in work")

@@ -115,7 +115,9 @@ def test_a_crash_leaves_its_signal_and_where_it_was(tmp_path: Path, name: str) -
     first, other = failures({0: ended(1)}, [lost], [file])
     assert (first.rank, first.status, other.rank) == (1, 128 + number, 0)
     said = first.describe(2)
-    assert said.startswith(f"Rank 1 of 2 was killed by signal {int(number)} ({name}), a crash in compiled code, which")
+    assert said.startswith(
+        f"Rank 1 of 2 was killed by signal {int(number)} ({name}), a crash in compiled code that was"
+    )
     assert " in crash_here" in said
 
 

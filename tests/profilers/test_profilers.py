@@ -268,7 +268,7 @@ def test_arguments_that_torchs_profiler_does_not_have_are_named() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_profiler_that_is_none_is_refused_with_its_type() -> None:
-    with pytest.raises(TypeError, match=r"Trainer\(profiler=3\) is an int\. Pass 'simple', .* or a Profiler"):
+    with pytest.raises(TypeError, match=r"Trainer: profiler=3 is an int\. Pass 'simple', .* or a Profiler"):
         Trainer(profiler=3)  # type: ignore[arg-type]
 
 

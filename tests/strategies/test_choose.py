@@ -78,7 +78,9 @@ def test_a_packages_strategy_of_one_process_is_refused_several(
     arguments: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
-    with pytest.raises(ValueError, match=r"has one process\. Derive it from paceline\.strategies.DistributedStrategy"):
+    with pytest.raises(
+        ValueError, match=r"runs in one process\. Derive it from paceline\.strategies.DistributedStrategy"
+    ):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 
 
@@ -137,5 +139,5 @@ def test_a_strategy_for_several_may_repeat_how_many() -> None:
     assert choose_strategy(strategy, "cpu", 4, 2) is strategy
     with pytest.raises(ValueError, match=r"devices=8\) contradicts the Several"):
         choose_strategy(strategy, "cpu", 8, 2)
-    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts the Several it was given, which has 2"):
+    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts the Several it was given, whose num_nodes is 2"):
         choose_strategy(strategy, "cpu", 4, 4)

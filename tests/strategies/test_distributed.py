@@ -159,7 +159,7 @@ def test_after_an_error_nobody_is_waited_for() -> None:
         strategy.abandon(ValueError())
         strategy.barrier("alone")
         found = strategy.broadcast("mine", src=1), strategy.agree(False), strategy.reduce(torch.ones(1))
-        with pytest.raises(RuntimeError, match="all_gather after an error"):
+        with pytest.raises(RuntimeError, match="all_gather was called after an error"):
             strategy.all_gather(torch.ones(1))
         return found
 
@@ -186,7 +186,7 @@ def test_a_group_of_another_size_is_refused() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         joined()
 
-    with pytest.raises(RanksError, match="There already is a process group of 1 processes, but this run has 2"):
+    with pytest.raises(RanksError, match="A process group of 1 processes already exists, but this run has 2"):
         ranks(2, talk)
 
 
@@ -275,5 +275,5 @@ def test_constructors_show_the_arguments_that_they_pass_on_and_refuse_others() -
         with pytest.raises(TypeError, match=rf"Unknown argument of {kind.__name__} 'timeot'. Did you mean 'timeout'\?"):
             kind(timeot=timedelta(hours=1))
     assert "gradient_as_bucket_view" in inspect.signature(DDPStrategy).parameters
-    with pytest.raises(TypeError, match=r"ModelParallelStrategy\(device_mesh=\.\.\.\): the strategy decides that"):
+    with pytest.raises(TypeError, match=r"ModelParallelStrategy\(device_mesh=\.\.\.\): the strategy sets this"):
         ModelParallelStrategy(device_mesh=None)

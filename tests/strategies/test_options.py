@@ -41,5 +41,7 @@ def test_options_go_with_names_only() -> None:
     assert isinstance(chosen, FSDPStrategy)
     assert chosen.sharding == "hybrid"
     for strategy in ("single_device", FSDPStrategy()):
-        with pytest.raises(ValueError, match=r"fsdp_plugin cannot change strategy ('single_device'|FSDPStrategy)"):
+        with pytest.raises(
+            ValueError, match=r"fsdp_plugin cannot be combined with strategy ('single_device'|FSDPStrategy)"
+        ):
             choose_strategy(strategy, "cpu", 1, options=options)

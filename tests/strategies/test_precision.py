@@ -222,7 +222,7 @@ def test_lbfgs_under_fp16_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ValueError, match=r"precision='16-mixed' with LBFGS.*Use 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"precision='16-mixed' does not work with LBFGS.*Use 'bf16-mixed'"):
         Trainer(**QUIET, precision="16-mixed").fit(Second(), batches(1))
 
 
@@ -246,7 +246,7 @@ def test_a_precision_object_can_be_given(give: Callable[[Any], dict[str, Any]]) 
         ({"precision": "b16"}, r"Unknown precision 'b16'. Did you mean 'bf16'\?.*or pass a Precision"),
         ({"precision": 8}, "Unknown precision 8"),
         ({"precision": "16", "plugins": Precision()}, "together with a Precision plugin. Leave one out"),
-        ({"plugins": [Precision(), TruePrecision("64-true")]}, "each of which is a Precision"),
+        ({"plugins": [Precision(), TruePrecision("64-true")]}, "only one Precision is allowed"),
     ],
 )
 def test_wrong_and_contradictory_precisions(arguments: dict[str, Any], message: str) -> None:

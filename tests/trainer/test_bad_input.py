@@ -56,7 +56,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "tpu", ValueError, ("'tpu'", "not XLA", "Choose 'auto'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
-    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Write strategy='ddp'")),
+    ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Use strategy='ddp'")),
     ("strategy", "xla", ValueError, ("strategy='xla'", "XLA", "Choose 'auto'")),
     ("strategy", SingleDevice, TypeError, ("SingleDevice", "Did you mean SingleDevice()?")),
     ("strategy", 5, TypeError, ("strategy=5", "an int", "Pass a name such as 'auto', or a Strategy object")),
@@ -99,7 +99,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
     ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "None leaves")),
     ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
-    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "what each signal does", "Pass a dict")),
+    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "signals to actions", "Pass a dict")),
     *[
         (name, value, error, (f"{name}={value!r}", why, "Pass an int" if error is ValueError else "Pass a number"))
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -116,7 +116,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass 1 or more")),
     ("val_check_interval", 1.5, ValueError, ("val_check_interval=1.5", "out of range", "Pass a float in (0.0, 1.0]")),
     ("val_check_interval", "often", ValueError, ("val_check_interval", "'often'", "'DD:HH:MM:SS'", "timedelta")),
-    ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "longer than zero")),
+    ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "longer duration")),
     ("val_check_interval", [1], TypeError, ("val_check_interval=[1]", "a list", "Pass a fraction")),
     ("val_check_interval", True, TypeError, ("val_check_interval=True", "a bool", "Pass a fraction")),
     ("check_val_every_n_epoch", 0, ValueError, ("check_val_every_n_epoch=0", "out of range", "1 or more", "None")),
@@ -311,7 +311,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
         ValueError,
-        ("check_val_every_n_epoch=None", "val_check_interval=0.5", "without an epoch", "number of batches"),
+        ("check_val_every_n_epoch=None", "val_check_interval=0.5", "there is no epoch", "number of batches"),
     ),
     (
         lambda: {"max_time": "00:01:00:00", "callbacks": [Timer("00:02:00:00")]},
@@ -331,7 +331,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"plugins": [MixedPrecision(), TruePrecision()]},
         ValueError,
-        ("MixedPrecision", "TruePrecision", "each of which is a Precision", "Leave one out"),
+        ("MixedPrecision", "TruePrecision", "only one Precision is allowed"),
     ),
     (
         lambda: {"strategy": SingleDevice("cpu", TruePrecision("bf16-true")), "precision": "64-true"},
@@ -366,7 +366,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
         ValueError,
-        ("one key", "EarlyStopping", "overwrite the other", "Remove one, or make one of a class with a key of its own"),
+        ("the same key", "EarlyStopping", "overwrite the other", "Remove one, or give one its own key with a subclass"),
     ),
 ]
 
@@ -438,7 +438,7 @@ class Data(DataModule):
     [
         (TinyModule, ("Trainer.fit() got the class TinyModule", "TrainingModule object", "Did you mean TinyModule()?")),
         (nn.Linear(1, 1), ("Trainer.fit() got Linear", "TrainingModule object", "Make it an attribute")),
-        (3, ("Trainer.fit() got int", "a TrainingModule object is needed")),
+        (3, ("Trainer.fit() got int", "needs a TrainingModule object")),
         (None, ("Trainer.fit() needs a module", "Pass it as the first argument")),
     ],
 )
@@ -477,7 +477,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
             TypeError,
             ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
         ),
-        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
+        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Pass a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "an int", "Pass the path")),
     ],
 )
@@ -684,7 +684,7 @@ def test_an_async_step_is_refused(trainer: Trainer) -> None:
         TypeError,
         "Mine.training_step is a coroutine",
         "never run",
-        "Define it with def alone",
+        "Define it with a plain def",
     )
 
 
@@ -727,7 +727,7 @@ def test_a_validation_step_that_takes_other_arguments_is_refused_before_training
             ValueError,
             ("shape (2,)", "not one number", "Return its mean: loss.mean()"),
         ),
-        (torch.ones(()), RuntimeError, ("no graph (requires_grad=False)", "without .item()", "or return None to skip")),
+        (torch.ones(()), RuntimeError, ("does not require gradients", "without .item()", "or return None to skip")),
     ],
 )
 @pytest.mark.parametrize("overridden", [False, True], ids=["straight", "closure"])
@@ -787,7 +787,7 @@ def test_a_plateau_scheduler_without_monitor_is_refused(trainer: Trainer) -> Non
         lambda: trainer.fit(with_method("configure_optimizers", plateau), tiny_loader()),
         ValueError,
         "Mine.configure_optimizers() returned a ReduceLROnPlateau without 'monitor'",
-        "no value to look at",
+        "no value to react to",
         "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}",
     )
 
@@ -815,7 +815,7 @@ def test_a_callbacks_monitor_that_was_never_logged_lists_what_was(kind: Any, qui
         "was not logged",
         "Did you mean 'val_loss'?",
         "'train_loss' and 'val_loss'",
-        "Call self.log('val_los', ...), or monitor one that is logged",
+        "Call self.log('val_los', ...), or monitor a metric that is logged",
     )
 
 
@@ -879,7 +879,7 @@ def test_lbfgs_with_a_scaled_loss_is_refused_before_the_first_step(quiet: dict[s
     refused(
         lambda: trainer.fit(module, tiny_loader()),
         ValueError,
-        "'16-mixed' with LBFGS",
+        "'16-mixed' does not work with LBFGS",
         "several times",
         "Use 'bf16-mixed'",
     )
@@ -889,7 +889,7 @@ def test_an_optimizer_of_another_networks_parameters_is_warned_about(trainer: Tr
     other = nn.Linear(4, 1)
     module = with_method("configure_optimizers", lambda self: torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.warns(
-        UserWarning, match=r"Mine\.configure_optimizers\(\).*not the module's.*Build them from self\.param"
+        UserWarning, match=r"Mine\.configure_optimizers\(\).*do not belong to the module.*Build them from self\.param"
     ):
         trainer.fit(module, tiny_loader())
 
@@ -900,7 +900,7 @@ def test_several_optimizers_need_manual_optimization(trainer: Trainer) -> None:
         lambda: trainer.fit(with_method("configure_optimizers", optimizers), tiny_loader()),
         RuntimeError,
         "Mine.configure_optimizers() returned 2 optimizers",
-        "automatic optimization steps one",
+        "automatic optimization steps only one",
         "self.automatic_optimization = False",
     )
 
@@ -1113,15 +1113,18 @@ def test_two_callbacks_with_one_state_key_are_refused(quiet: dict[str, Any]) -> 
         def state_dict(self) -> dict[str, Any]:
             return {"a": 1}
 
-    parts = ("one key 'test_two_callbacks", "(Keeps and Keeps)", "overwrite", "Remove one")
+    parts = ("the same key 'test_two_callbacks", "(Keeps and Keeps)", "overwrite", "Remove one")
     said = refused(lambda: Trainer(**quiet, callbacks=[Keeps(), Keeps()]), ValueError, *parts)
-    line = said.partition("a key of its own: ")[2]
+    line = said.partition("with a subclass: ")[2]
     named = {"Keeps": Keeps}
     exec(line, named)
     Trainer(**quiet, callbacks=[Keeps(), named["SecondKeeps"]()])
     quiet.pop("enable_checkpointing")
     refused(
-        lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]), ValueError, "one key", "overwrite"
+        lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]),
+        ValueError,
+        "the same key",
+        "overwrite",
     )
 
 
@@ -1206,7 +1209,7 @@ def test_logging_a_step_value_where_there_is_no_step_is_refused(trainer: Trainer
         lambda: trainer.fit(module, tiny_loader()),
         ValueError,
         "self.log('x', on_step=True)",
-        "once an epoch",
+        "once per epoch",
         "Leave on_step out",
     )
 
@@ -1255,7 +1258,7 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
         hook,
         "is empty",
         "is 0",
-        "Check its data set",
+        "Check its dataset",
     )
 
 

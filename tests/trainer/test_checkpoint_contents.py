@@ -142,7 +142,7 @@ def test_what_a_hook_adds_is_checked_and_named(tmp_path: Path):
 
 def test_hyperparameters_that_are_not_plain_stay_out_with_one_warning(tmp_path: Path):
     trainer = fit(Configured(activation=lambda x: x))
-    with pytest.warns(UserWarning, match=r"stay out .*: activation \(function\).*ignore=\['activation'\]"):
+    with pytest.warns(UserWarning, match=r"left out .*: activation \(function\).*ignore=\['activation'\]"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -231,13 +231,15 @@ def test_the_file_of_another_model_lists_what_is_missing_unexpected_and_of_anoth
     message = str(caught.value)
     assert message.startswith("The checkpoint does not fit Other: 16 missing from it (head.0.weight, head.0.bias, ")
     assert ", and 6 more)" in message
-    assert "2 with another shape (layer.weight (1, 4) in the file, (2, 4) in the module, layer.bias (1,) in" in message
+    assert (
+        "2 with a different shape (layer.weight (1, 4) in the file, (2, 4) in the module, layer.bias (1,) in" in message
+    )
     assert "Build the module with the arguments it had" in message
     trainer = Trainer(**QUIET)
     trainer.predict(Other(), tiny_loader())
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit TinyModule: 16 unexpected \(head\.0\.weight, .*2 with another shape"
+        RuntimeError, match=r"does not fit TinyModule: 16 unexpected \(head\.0\.weight, .*2 with a different shape"
     ):
         Trainer(**QUIET).test(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "other.ckpt")
 

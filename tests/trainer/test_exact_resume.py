@@ -500,7 +500,7 @@ def test_a_file_that_one_rank_wrote_alone_after_an_error_is_gone_on_from_by_all(
     assert [entry["rank"] for entry in kept["ranks"]] == [0]
     found = ranks(2, resumed_on_two, tmp_path / "alone")
     assert [len(samples) for samples, *_ in found] == [8, 8]
-    assert "The checkpoint does not hold everything" in found[0][2]
+    assert "The checkpoint does not contain everything" in found[0][2]
     assert "the random states of rank 1 (seeded" in found[0][2]
 
 

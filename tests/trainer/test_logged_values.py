@@ -37,8 +37,8 @@ class Reads(TinyModule):
         with pytest.raises(KeyError) as caught:
             self.trainer.callback_metrics["train_loss"]
         assert str(caught.value) == (
-            "'train_loss' was not logged so far. There is none yet. It appears after the first "
-            "self.log('train_loss', ...); the value of an epoch (on_epoch=True) at the end of its epoch."
+            "'train_loss' has not been logged yet. Nothing is available yet. It appears after the first "
+            "self.log('train_loss', ...), or with on_epoch=True at the end of the epoch."
         )
 
     def on_validation_batch_end(self, *args: Any) -> None:
@@ -49,13 +49,13 @@ class Reads(TinyModule):
 
 END = "is logged with on_epoch=True, on_step={}: it appears at the end of the training epoch. "
 ASKED = {
-    ("callback_metrics", "train_loss"): "'train_loss' " + END.format(False) + "There are: 'both', 'both_step' and",
+    ("callback_metrics", "train_loss"): "'train_loss' " + END.format(False) + "Available: 'both', 'both_step' and",
     ("callback_metrics", "both_epoch"): "'both_epoch' " + END.format(True),
-    ("callback_metrics", "alone"): "'alone' is logged with rank_zero_only=True, so nobody can monitor it.",
-    ("callback_metrics", "both_stp"): "'both_stp' was not logged so far. Did you mean 'both_step'? There are: ",
-    ("callback_metrics", "train_los"): "'train_los' was not logged so far. Did you mean 'train_loss'? There are: ",
-    ("progress_bar_metrics", "train_loss"): "'train_loss' " + END.format(False) + "There is none yet.",
-    ("progress_bar_metrics", "both"): "'both' is logged without prog_bar=True. There is none yet.",
+    ("callback_metrics", "alone"): "'alone' is logged with rank_zero_only=True, so it cannot be monitored.",
+    ("callback_metrics", "both_stp"): "'both_stp' has not been logged yet. Did you mean 'both_step'? Available: ",
+    ("callback_metrics", "train_los"): "'train_los' has not been logged yet. Did you mean 'train_loss'? Available: ",
+    ("progress_bar_metrics", "train_loss"): "'train_loss' " + END.format(False) + "Nothing is available yet.",
+    ("progress_bar_metrics", "both"): "'both' is logged without prog_bar=True. Nothing is available yet.",
     ("logged_metrics", "unsent"): "'unsent' is logged with logger=False.",
     ("logged_metrics", "both_step"): "'both_step' is a step's value, which goes to the loggers every log_every_n_steps",
     ("logged_metrics", "train_loss"): "'train_loss' " + END.format(False),

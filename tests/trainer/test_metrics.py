@@ -377,7 +377,7 @@ def test_what_is_no_number_is_refused(value: Any, error: type[Exception], messag
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"on_step": False, "on_epoch": False}, "would keep the value nowhere"),
+        ({"on_step": False, "on_epoch": False}, "would discard the value"),
         ({"reduce_fx": "median"}, r"Unknown reduce_fx .* 'median'.*'mean'"),
         ({"reduce_fx": torch.median}, "'median'"),
     ],
@@ -403,7 +403,7 @@ def test_hooks_where_logging_makes_no_sense_say_where_to_log(hook: str, quiet: d
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"])
 def test_on_step_in_an_epoch_hook_is_refused(hook: str, quiet: dict[str, Any]) -> None:
     module = Values(**{hook: lambda m: m.log("v", 1.0, on_step=True)})
-    with pytest.raises(ValueError, match="runs once an epoch"):
+    with pytest.raises(ValueError, match="runs once per epoch"):
         fit(module, batches(1), batches(1), quiet=quiet)
 
 
@@ -900,7 +900,7 @@ def test_a_metric_that_is_replaced_in_a_collection_is_an_error(quiet: dict[str, 
     from torchmetrics import MeanMetric
 
     module = Collecting(lambda found: found.__setitem__("mean", MeanMetric()))
-    with pytest.raises(ValueError, match=r"self.log\('mean'\) got another MeanMetric object than before"):
+    with pytest.raises(ValueError, match=r"self.log\('mean'\) got a different MeanMetric object than last time"):
         fit(module, [torch.ones(2), torch.ones(2)], quiet=quiet)
 
 

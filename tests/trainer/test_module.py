@@ -236,5 +236,5 @@ def test_a_module_loaded_from_a_checkpoint_computes_the_same(tmp_path: Path, qui
     found = Net.load_from_checkpoint(tmp_path / "net.ckpt")
     assert found.hparams == {"width": 3}
     assert torch.equal(found(torch.ones(1, 3)), module(torch.ones(1, 3)))
-    with pytest.raises(RuntimeError, match="with another shape"):
+    with pytest.raises(RuntimeError, match="with a different shape"):
         Net.load_from_checkpoint(tmp_path / "net.ckpt", width=2)

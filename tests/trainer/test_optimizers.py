@@ -109,7 +109,7 @@ def test_a_scheduler_made_for_steps_is_stepped_every_update(make: Any) -> None:
         (
             pair,
             RuntimeError,
-            r"returned 2 optimizers, but automatic optimization steps one.*automatic_optimization = False",
+            r"returned 2 optimizers, but automatic optimization steps only one.*automatic_optimization = False",
         ),
         (lambda m: with_scheduler(m, intervall="step"), ValueError, "'intervall'. Did you mean 'interval'"),
         (lambda m: with_scheduler(m, interval="batch"), ValueError, "'batch'.*'epoch' or 'step'"),

@@ -70,7 +70,7 @@ def test_paceline_s_own_writes_what_is_written_without_it(
     trainer = fitted(quiet, tmp_path, plugin(), epochs=1)
     trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
     assert plugin().load_checkpoint(tmp_path / "by_hand.ckpt")["global_step"] == trainer.global_step
-    with pytest.raises(ValueError, match=r"storage_options=\{\}\): these come from the environment"):
+    with pytest.raises(ValueError, match=r"storage_options=\{\}\): storage options come from the environment"):
         trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={})
     plugin().remove_checkpoint(tmp_path / "by_hand.ckpt")
     assert not (tmp_path / "by_hand.ckpt").exists()
@@ -79,7 +79,7 @@ def test_paceline_s_own_writes_what_is_written_without_it(
 def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet, plugins=[TruePrecision("bf16-true"), TorchCheckpointIO(), TorchSyncBatchNorm()])
     assert (trainer.precision, trainer.sync_batchnorm) == ("bf16-true", True)
-    with pytest.raises(ValueError, match="'TruePrecision' and 'MixedPrecision', each of which is a Precision"):
+    with pytest.raises(ValueError, match="'TruePrecision' and 'MixedPrecision', but only one Precision is allowed"):
         Trainer(**quiet, plugins=[TruePrecision("bf16-true"), MixedPrecision()])
     with pytest.raises(TypeError, match=r"got a str\. Pass a Precision, a CheckpointIO"):
         Trainer(**quiet, plugins="ddp")

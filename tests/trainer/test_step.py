@@ -138,8 +138,8 @@ def test_num_items_on_some_batches_only_is_an_error() -> None:
         ("loss", TypeError, r"returned str \('loss'\), so there is nothing to run backward on"),
         (3.0, TypeError, "Return the loss tensor, or put it under 'loss'"),
         (torch.ones(3, requires_grad=True), ValueError, r"a loss of shape \(3,\).*loss\.mean\(\)"),
-        (torch.tensor(1.0), RuntimeError, r"no graph \(requires_grad=False\).*without \.item\(\)"),
-        ({"loss": torch.tensor(1.0)}, RuntimeError, "no graph"),
+        (torch.tensor(1.0), RuntimeError, r"does not require gradients.*without \.item\(\)"),
+        ({"loss": torch.tensor(1.0)}, RuntimeError, "does not require gradients"),
     ],
 )
 def test_what_is_no_loss_is_named(output: Any, error: type[Exception], message: str) -> None:

@@ -83,11 +83,11 @@ class Breaks(TinyModule):
     [
         (
             1,
-            r"the loss was nan from step 1 on, at a rate of 1e-08\. Before any update the rate is not to blame",
+            r"the loss was nan from step 1 on, at a rate of 1e-08\. Before the first update, the rate cannot be",
         ),
         (
             4,
-            r"the loss was nan from step 4 on, at a rate of 1\.748e-08\. If 1\.748e-08 is too high a rate, lower",
+            r"the loss was nan from step 4 on, at a rate of 1\.748e-08\. If 1\.748e-08 is too high, lower",
         ),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_stream_has_no_length() -> None:
 
 
 def test_a_length_of_0_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="returned 0 for its length"):
+    with pytest.warns(UserWarning, match="has length 0"):
         assert has_len([])
 
 

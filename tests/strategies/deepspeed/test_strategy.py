@@ -474,10 +474,10 @@ def test_names_say_stage_and_offload(name: str, stage: int, optimizer: bool, par
     [
         ({"stage": 0}, "has no ZeRO stage 0. Choose 1, 2 or 3. Stage 0 is strategy='ddp'"),
         ({"config": {"zero_optimization": {"stage": 4}}}, "has no ZeRO stage 4"),
-        ({"stage": 2, "offload_parameters": True}, "only stage 3 splits them"),
+        ({"stage": 2, "offload_parameters": True}, "only stage 3 partitions them"),
         ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers makes the optimizer"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers makes the scheduler"),
-        ({"config": "absent.json"}, "there is no such file"),
+        ({"config": "absent.json"}, "no such file in"),
         ({"config": {"zero_optimization": {"stage": 1, "overlap_comm": True}}}, "overlap_comm for stage 1"),
         (
             {"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
@@ -575,8 +575,8 @@ class Grows(Transformer):
 
 REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (Manual, {}, "NotImplementedError", "Manual uses manual optimization"),
-    (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs whole parameters"),
-    (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs whole parameters"),
+    (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs full parameters"),
+    (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs full parameters"),
     (Grows, {}, "RuntimeError", "has 2 parameter groups, but had 1"),
     (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed has no precision '64-true'"),
 ]

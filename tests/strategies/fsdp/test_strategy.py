@@ -592,9 +592,7 @@ def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> No
         def configure_optimizers(self) -> Any:
             return self.early
 
-    with pytest.raises(
-        RanksError, match=r"of SGD are not those of the sharded module.*Create it in configure_optimizers"
-    ):
+    with pytest.raises(RanksError, match=r"of SGD are not in the sharded module.*Create it in configure_optimizers"):
         ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
 
 
@@ -610,7 +608,7 @@ def test_an_optimizer_that_torch_cannot_run_on_parts_is_named() -> None:
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
     make = partial(Transformer, False, torch.optim.LBFGS)
-    with pytest.raises(RanksError, match=r"LBFGS with FSDPStrategy: it needs all parameters"):
+    with pytest.raises(RanksError, match=r"LBFGS does not work with FSDPStrategy: it needs all parameters"):
         ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
 
 
@@ -704,7 +702,7 @@ def test_a_sharded_module_is_not_sharded_again_with_other_arguments() -> None:
         train(module, FSDPStrategy(), 2, 1)
         train(module, FSDPStrategy(wrap=None), 2, 1)
 
-    with pytest.raises(RanksError, match=r"This Transformer was sharded by an FSDPStrategy with other arguments"):
+    with pytest.raises(RanksError, match=r"This Transformer was sharded by an FSDPStrategy with different arguments"):
         ranks(2, run)
 
 
@@ -713,7 +711,7 @@ def test_a_wrapped_blocks_weight_used_from_outside_has_an_error_that_says_so() -
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) + (torch.ones(WIDTH) * self.blocks[0].norm.weight).sum()
 
-    with pytest.raises(RanksError, match=r"are whole only while that module's forward runs"):
+    with pytest.raises(RanksError, match=r"are unsharded only while that module's forward runs"):
         ranks(2, lambda: train(Outside(), FSDPStrategy(), 2, 1))
 
 

@@ -225,7 +225,7 @@ def test_the_precision_computes_where_the_strategy_does() -> None:
     assert precision.device == "meta"
     assert strategy.precision.scaler is not None
     own = MixedPrecision("bf16-mixed", device="cuda")
-    with pytest.raises(ValueError, match=r"device='cuda'\) cannot run on cpu, where.*float32\. Leave its device"):
+    with pytest.raises(ValueError, match=r"device='cuda'\) cannot run on cpu, where.*float32\. Leave device"):
         Trainer(accelerator="cpu", precision=own)
     with pytest.raises(ValueError, match="device='cuda'"):
         Trainer(strategy=SingleDevice("cpu"), plugins=own)
@@ -265,3 +265,10 @@ def test_gradients_by_hand_are_those_of_a_backward_outside_of_autocast(quiet: di
         module.zero_grad()
     Trainer(**quiet, max_epochs=1, precision="bf16-mixed").fit(module, batches())
     assert all(torch.equal(a, b) for a, b in zip(module.grads, want, strict=True))
+
+
+def test_a_device_with_its_number_is_a_kind_of_device() -> None:
+    assert MixedPrecision("bf16-mixed", "cuda:0").device == "cuda"
+    with MixedPrecision("bf16-mixed", "cpu").autocast_context_manager():
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
