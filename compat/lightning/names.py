@@ -48,7 +48,7 @@ _HOMES = {
         "BoringDataModule BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel RandomDataset "
         "RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen"
     ),
-    "compat.lightning.helpers": (
+    "compat.lightning.library_functions": (
         "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters "
         "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
