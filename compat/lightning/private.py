@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
-from . import helpers
+from . import library_functions
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
 _COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
@@ -89,14 +89,14 @@ _VALUES: dict[str, Any] = {
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
-    "_atomic_save": helpers.atomic_save,
-    "_defaults_from_env_vars": helpers.defaults_from_env_vars,
+    "_atomic_save": library_functions.atomic_save,
+    "_defaults_from_env_vars": library_functions.defaults_from_env_vars,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
-    "_is_local_file_protocol": helpers.is_local,
-    "_lazy_load": helpers.lazy_load,
-    "_load": helpers.load,
-    "_materialize_meta_tensors": helpers.materialize_meta_tensors,
+    "_is_local_file_protocol": library_functions.is_local,
+    "_lazy_load": library_functions.lazy_load,
+    "_load": library_functions.load,
+    "_materialize_meta_tensors": library_functions.materialize_meta_tensors,
     "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }
