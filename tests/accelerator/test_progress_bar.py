@@ -23,7 +23,7 @@ def test_one_process_shows_the_bar_and_all_count() -> None:
 
 
 def test_the_bar_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"Write main_process_only=True\."):
+    with pytest.raises(ValueError, match=r"Use main_process_only=True\."):
         tqdm(True, range(3))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     with pytest.raises(ModuleNotFoundError, match="pip install tqdm"):

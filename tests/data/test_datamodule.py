@@ -53,7 +53,7 @@ def test_a_loader_that_is_not_defined_is_an_error_that_names_the_users_class(hoo
     class Mine(DataModule):
         pass
 
-    with pytest.raises(NotImplementedError, match=rf"Mine does not define {hook}\(\), which {entry} takes"):
+    with pytest.raises(NotImplementedError, match=rf"Mine does not define {hook}\(\), but {entry} needs"):
         getattr(Mine(), hook)()
 
 
