@@ -212,9 +212,9 @@ def _place(
 def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
     value, dtype, in_file = found
     if folder is None:
-        why = f", but its file has {value.dtype}" if in_file else ""
+        why = f" (its file has {value.dtype})" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, and there is no folder to write it to. Pass "
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
             "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), a folder with "
             "enough space for the weights."
         )

@@ -226,7 +226,7 @@ def test_a_folder_is_needed_for_weights_of_an_index_in_another_dtype(tmp_path: P
     file = write(model.state_dict(), tmp_path / "model.safetensors")
     index = index_of(model, file, "bfloat16")
     with pytest.raises(
-        ValueError, match=r"on disk as torch\.bfloat16, but its file has torch\.float32, .* offload_dir="
+        ValueError, match=r"on disk as torch\.bfloat16 \(its file has torch\.float32\), .* offload_dir="
     ):
         dispatch_model(empty(Net), {"": "disk"}, offload_index=index)
     other = dispatch_model(empty(Net), {"": "disk"}, offload_dir=tmp_path / "offload", offload_index=index)

@@ -69,9 +69,9 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("devices", True, ValueError, ("devices=True", "is not a number of devices", "Pass 2")),
     ("devices", None, ValueError, ("devices=None", "is not a number of devices", "Pass 2")),
     ("devices", [3], ValueError, ("devices=[3]", "CPU", "without an index", "devices=1")),
-    ("num_nodes", 0, ValueError, ("num_nodes=0", "not a number of machines", "Pass 1 or more")),
-    ("num_nodes", "1", ValueError, ("num_nodes='1'", "not a number of machines", "Pass 1 or more")),
-    ("num_nodes", True, ValueError, ("num_nodes=True", "not a number of machines", "Pass 1 or more")),
+    ("num_nodes", 0, ValueError, ("num_nodes=0", "not a valid number of machines", "Pass 1 or more")),
+    ("num_nodes", "1", ValueError, ("num_nodes='1'", "not a valid number of machines", "Pass 1 or more")),
+    ("num_nodes", True, ValueError, ("num_nodes=True", "not a valid number of machines", "Pass 1 or more")),
     ("precision", "bf17-mixed", ValueError, ("precision 'bf17-mixed'", "Did you mean 'bf16-mixed'?", "Choose")),
     ("precision", 8, ValueError, ("Unknown precision 8", "Choose '32-true'", "or pass a Precision")),
     ("precision", MixedPrecision, TypeError, ("MixedPrecision", "a class", "Did you mean MixedPrecision()?")),
@@ -388,9 +388,9 @@ def test_a_strategy_for_the_cpu_contradicts_another_kind_of_device(monkeypatch: 
     refused(
         lambda: Trainer(strategy="cpu", accelerator="gpu"),
         ValueError,
-        "strategy='cpu', accelerator='gpu'",
+        "strategy='cpu' and accelerator='gpu'",
         "contradict",
-        "Leave one of them out",
+        "Leave one out",
     )
     refused(
         lambda: Trainer(strategy=SingleDevice("cpu"), accelerator="gpu"),

@@ -89,7 +89,7 @@ def test_a_policy_that_matches_nothing_names_the_classes_there_are() -> None:
 def test_what_is_no_policy_is_refused() -> None:
     with pytest.raises(TypeError, match=r"wrap=1\.5 is a float"):
         names(1.5)
-    with pytest.raises(ValueError, match=r"is not a number of parameters"):
+    with pytest.raises(ValueError, match=r"is not a valid number of parameters"):
         names(0)
     with pytest.raises(ValueError, match=r"Linear has none"):
         checkpoint_activations(nn.Linear(1, 1), True, {})
