@@ -73,7 +73,7 @@ def callback_values(store: MetricStore) -> CallbackValues:
 
     def held_back(stage: str, record: Record, name: str) -> str:
         if record.options.rank_zero_only:
-            return "logged with rank_zero_only=True, so nobody can monitor it"
+            return "logged with rank_zero_only=True, so it cannot be monitored"
         of_step = record.on_step and name == record.step_key
         return "a step's value of an evaluation, which is for the loggers only" if of_step and stage != "train" else ""
 

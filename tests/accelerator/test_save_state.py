@@ -323,7 +323,7 @@ def test_a_state_that_is_not_plain_is_an_error_that_names_the_place_and_leaves_t
 def test_objects_without_a_state_are_refused_all_by_name() -> None:
     """Objects are told apart by identity: tensors cannot be compared as a whole."""
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match=r"\(1: int, 2: Tensor, 3: Tensor\)"):
+    with pytest.raises(ValueError, match=r": 1: int, 2: Tensor, 3: Tensor\."):
         accelerator.register_for_checkpointing(Counter(), 3, torch.zeros(2), torch.zeros(3))
     assert accelerator.states.contents.objects == []
 

@@ -137,7 +137,7 @@ def test_replacing_a_built_in_tracker_is_said(classes: dict[str, Any]) -> None:
     class Mine(Notes):
         name = "csv"
 
-    with pytest.warns(messages.PacelineWarning, match="'csv' was CSVTracker and is Mine from now on"):
+    with pytest.warns(messages.PacelineWarning, match="'csv' was CSVTracker and is now Mine"):
         register_tracker_class(Mine)
     assert classes["csv"] is Mine
 

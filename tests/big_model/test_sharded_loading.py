@@ -481,7 +481,7 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 
 SAID = {
-    "missing": "are missing|No such file",
+    "missing": "of them missing|No such file",
     "corrupt": "damaged or has a different format",
     "another shape": r"has the shape \(1,",
 }

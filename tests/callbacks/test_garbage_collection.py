@@ -452,7 +452,7 @@ def test_it_can_be_sent_to_other_processes(quiet: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "5"])
 def test_a_number_of_steps_that_is_none_is_an_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"GarbageCollection\(every_n_steps=.*Pass a whole number"):
+    with pytest.raises(ValueError, match=r"GarbageCollection: every_n_steps=.*Pass a whole number"):
         GarbageCollection(every_n_steps=value)
 
 

@@ -233,7 +233,7 @@ def test_a_notebook_output_is_drawn_and_then_replaced() -> None:
 
 @pytest.mark.parametrize("theme", ["green", {"progress_bar": "green"}])
 def test_a_theme_of_another_type_is_refused(theme: Any) -> None:
-    with pytest.raises(TypeError, match=r"RichProgressBar\(theme=.*Pass a RichProgressBarTheme"):
+    with pytest.raises(TypeError, match=r"RichProgressBar: theme=.*Pass a RichProgressBarTheme"):
         RichProgressBar(theme=theme)
 
 

@@ -146,7 +146,7 @@ def test_tables_texts_and_images_are_in_the_run(offline_wandb: Path, wandb_histo
     logger.log_table("scores", columns=["who", "acc"], data=[["a", 0.5]], step=3)
     logger.log_text("samples", columns=["text"], data=[["hello"]], step=3)
     logger.log_image("digits", [np.zeros((4, 4)), np.ones((4, 4))], step=3, caption=["zero", "one"])
-    with pytest.raises(ValueError, match=r"got 1 images and 2 values for 'caption'. Pass one value"):
+    with pytest.raises(ValueError, match=r"got 1 images and 2 values for 'caption'. Give one value"):
         logger.log_image("digits", [np.zeros((4, 4))], caption=["zero", "one"])
     with pytest.raises(TypeError, match=r"log_image\('digits'\) got a ndarray.*into a list: \[image\]"):
         logger.log_image("digits", np.zeros((4, 4)))  # pyright: ignore[reportArgumentType]

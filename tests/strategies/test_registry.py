@@ -32,7 +32,7 @@ def test_a_registered_strategy_is_chosen_by_its_name(own: type[SingleDevice]) ->
     assert strategy.word == "first"
     assert isinstance(Accelerator(cpu=True, strategy="own").strategy, own)
     assert StrategyRegistry["own"]["init_params"] == {"word": "first"}
-    with pytest.raises(ValueError, match=r"there is a strategy of that name.*override=True"):
+    with pytest.raises(ValueError, match=r"a strategy with this name already exists.*override=True"):
         StrategyRegistry.register("own", own)
     StrategyRegistry.register("own", DDPStrategy, override=True, find_unused_parameters=True)
     found = Trainer(strategy="own", accelerator="cpu", devices=2, logger=False).strategy

@@ -429,7 +429,7 @@ def test_batches_without_a_tensor_and_of_two_sizes_are_told_about(quiet: dict[st
     with pytest.warns(UserWarning, match=r"No tensor was found in the batch of type str"):
         fit(module, DataLoaderLike(["a", "b"]), quiet=quiet)
     module = Values(training_step=lambda m, b: m.log("v", 1.0, on_epoch=True))
-    with pytest.warns(UserWarning, match=r"different first dimensions \(2, 3\); 2 was taken"):
+    with pytest.warns(UserWarning, match=r"different first dimensions \(2, 3\); 2 was used"):
         fit(module, DataLoaderLike([{"a": torch.ones(2), "b": torch.ones(3)}]), quiet=quiet)
 
 
@@ -773,7 +773,7 @@ def test_a_new_metric_object_each_step_is_refused(quiet: dict[str, Any]) -> None
     import torchmetrics
 
     module = Values(training_step=lambda m, b: m.log("v", torchmetrics.MeanMetric()))
-    with pytest.raises(ValueError, match=r"another MeanMetric object than before.*Create the metric once in __init__"):
+    with pytest.raises(ValueError, match=r"a different MeanMetric object than last time.*Create the metric once in __init__"):
         fit(module, batches(1, 1), quiet=quiet)
 
 
