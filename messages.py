@@ -88,7 +88,7 @@ def info(text: str) -> None:
 
 
 def info_anywhere(text: str) -> None:
-    """Like :func:`info`, but on every rank: for messages about one rank."""
+    """Like :func:`info`, but not only on rank 0: for messages about the rank that calls it."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:

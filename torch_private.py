@@ -40,7 +40,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Let a loader make a new iterator for its next pass.
 
-    If torch removes it: nothing happens, and a loader with persistent workers keeps its old batches.
+    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old batches.
     """
     loader._iterator = None
 
@@ -60,7 +60,8 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 def dataset_iterator(iterator: Any) -> Any:
     """The dataset's own iterator, which an iterator without workers reads; ``iterator`` itself if there is none.
 
-    If torch removes it: the iterator itself, and the end of a dataset is requested once more than needed.
+    If torch removes this attribute, returns the iterator itself, and the end of a dataset is requested once more than
+    needed.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -68,7 +69,8 @@ def dataset_iterator(iterator: Any) -> Any:
 def workers_of(iterator: Any) -> list[Any]:
     """The worker processes of a loader's iterator.
 
-    If torch removes it: none, and the error about a lost worker does not say which one it was.
+    If torch removes this attribute, the list is empty, and the error about a lost worker does not say which
+    worker it was.
     """
     return getattr(iterator, "_workers", [])
 
@@ -76,7 +78,7 @@ def workers_of(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
     """End the worker processes of an iterator, if it has any; persistent ones only with ``persistent``.
 
-    If torch removes it: nothing happens, and workers end when their iterator is garbage-collected.
+    If torch removes this method, nothing happens, and workers end when their iterator is garbage-collected.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -98,25 +100,31 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``nn.Module.__init__`` has run. If torch removes it: False, so every module is refused."""
+    """Whether ``nn.Module.__init__`` has run.
+
+    If torch removes this attribute, always returns False, so every module is refused.
+    """
     return "_modules" in vars(module)
 
 
 def unscales_in_its_step(optimizer: Any) -> bool:
-    """Whether an optimizer takes the loss scale out inside of its step. If it goes: False; nothing is refused then."""
+    """Whether an optimizer takes the loss scale out inside of its step.
+
+    If torch removes this attribute, always returns False; nothing is refused then.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 #: The method behind ``.to()``, ``.cuda()`` and ``.half()``: applies a function to all tensors. An attribute of this
-#: name on an object replaces it. If torch removes it: AttributeError where dtypes are converted, and a model that a
-#: device map has spread can be moved.
+#: name on an object replaces it. If torch removes this method, converting dtypes raises AttributeError, and a model
+#: that a device map has spread can be moved.
 APPLY = "_apply"
 
 #: What a module runs when it is called and is not compiled: hooks and ``forward``.
 plain_call: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
-#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If torch removes it:
-#: AttributeError where it is read; a value set there is never called.
+#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If torch removes
+#: this attribute, reading it raises AttributeError, and a value set there is never called.
 COMPILED_CALL = "_compiled_call_impl"
 
 
@@ -128,7 +136,7 @@ def is_compiled(module: nn.Module) -> bool:
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
     """The version of each module's layout in a ``state_dict``, by module.
 
-    If torch removes it: none, and each module reads the state as the oldest version.
+    If torch removes this attribute, the mapping is empty, and each module reads the state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -172,7 +180,7 @@ Dropout = nn.modules.dropout._DropoutNd
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
     """Attributes that let a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
 
-    If torch removes it: AttributeError.
+    If torch removes this attribute, raises AttributeError.
     """
     kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
@@ -275,14 +283,17 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing. If torch removes it: False for all."""
+    """Whether a tensor is a DTensor; imports nothing.
+
+    If torch removes this attribute, always returns False.
+    """
     return hasattr(tensor, "_local_tensor")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor, outside of autograd; any other tensor unchanged.
 
-    If torch removes it: the DTensor itself.
+    If torch removes this attribute, returns the DTensor itself.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -302,7 +313,7 @@ def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]
 def forget_layouts() -> None:
     """Clear torch's caches of the result layouts of DTensor operators, because they refer to process groups.
 
-    If torch removes it: AttributeError; without the C++ cache, only the other caches are cleared.
+    If torch removes these caches, raises AttributeError; without the C++ cache, only the other caches are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -314,8 +325,8 @@ def forget_layouts() -> None:
             clear()
 
 
-#: The logger for torch's message that it redistributes a tensor in several steps. If torch removes it: its lines are
-#: not filtered.
+#: The logger for torch's message that it redistributes a tensor in several steps. If torch removes this logger, its
+#: lines are not filtered.
 REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 
 #: FSDP's state of a module that it shards.
@@ -345,23 +356,23 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 def whole_parameter(one: Any) -> nn.Parameter | None:
     """The unsharded parameter of an entry of :func:`fsdp_parameters`; None before it is first gathered.
 
-    If torch removes it: None, and gradients that wait for their reduction are not saved.
+    If torch removes this attribute, returns None, and gradients that wait for their reduction are not saved.
     """
     return getattr(one, "_unsharded_param", None)
 
 
-#: The attribute that marks a module in which FSDP has sharded something. If torch removes it: a run in other processes
-#: returns layers with traces of its sharding.
+#: The attribute that marks a module in which FSDP has sharded something. If torch removes this attribute, a run in
+#: other processes returns layers with traces of its sharding.
 FSDP_MARK = "_is_fsdp_managed_module"
 
-#: All attributes that ``fully_shard`` adds to a module. If torch removes it: as :data:`FSDP_MARK`.
+#: All attributes that ``fully_shard`` adds to a module. If torch removes them, see :data:`FSDP_MARK`.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_params")
 
 
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """The classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If torch removes it: None, and the policy is called as if it were a function.
+    If torch removes this attribute, returns None, and the policy is called as if it were a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
@@ -370,7 +381,7 @@ def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
     """The function of a ``CustomPolicy``; None for any other policy.
 
-    If torch removes it: as :func:`classes_of_policy`.
+    If torch removes this attribute, the same happens as in :func:`classes_of_policy`.
     """
     return getattr(policy, "_lambda_fn", None)
 
@@ -379,14 +390,18 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether this process may have compiled anything; imports nothing. If torch removes it: False."""
+    """Whether this process may have compiled anything; imports nothing.
+
+    If torch removes this module, returns False.
+    """
     return "torch._dynamo" in sys.modules
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
     """For a ``torch.compile(module)``, the function that compiles others with the same options; None for other objects.
 
-    If torch removes it: returns None for every object if the module was moved, raises AttributeError otherwise.
+    If torch removes the class or its attribute, raises AttributeError; if torch moves the class's
+    module, returns None for every object.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -448,8 +463,8 @@ def keep_address(tensor: Tensor) -> None:
 def let_trace_groups(methods: dict[str, Any]) -> None:
     """Let torch's compiler trace how an optimizer collects its gradients, like any other code.
 
-    By default torch treats this code specially, which needs gradients before the graph runs. If torch removes it:
-    nothing happens, and the special treatment stays.
+    By default torch treats this code specially, which needs gradients before the graph runs. If torch removes
+    this attribute, nothing happens, and the special treatment stays.
 
     Args:
         methods: the methods of the optimizer's class by name; changed in place.
@@ -461,8 +476,8 @@ def let_trace_groups(methods: dict[str, Any]) -> None:
 
 # ---- optimizers, schedulers, loss scaling ----------------------------------------------------------------------------
 
-#: The attribute of an optimizer that tells schedulers that it has stepped. If torch removes it: a scheduler warns that
-#: it was stepped first.
+#: The attribute of an optimizer that tells schedulers that it has stepped. If torch removes this attribute, a scheduler
+#: warns that it was stepped first.
 HAS_STEPPED = "_opt_called"
 
 
@@ -474,7 +489,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Whether ``Optimizer.__init__`` has run, without which hooks cannot be registered.
 
-    If torch removes it: False for all, and a step that the user makes by mistake is not noticed.
+    If torch removes this attribute, always returns False, and a step that the user makes by mistake is not noticed.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
@@ -482,17 +497,18 @@ def takes_step_hooks(optimizer: Optimizer) -> bool:
 def is_of_scheduler(step: Any) -> bool:
     """Whether a scheduler has set this ``step`` on its optimizer, to count the calls.
 
-    If torch removes it: False, and an optimizer with a scheduler counts as one whose step was replaced.
+    If torch removes this attribute, returns False, and an optimizer with a scheduler counts as one whose step was
+    replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
 
-#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If torch removes it: they are
-#: not seen.
+#: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If torch removes this
+#: attribute, they are not seen.
 INNER_SCHEDULERS = "_schedulers"
 
-#: The attribute with the learning rates that a scheduler set last. If torch removes it: it has no rate for parameters
-#: that are added to an optimizer.
+#: The attribute with the learning rates that a scheduler set last. If torch removes this attribute, the
+#: scheduler has no rate for parameters that are added to an optimizer.
 LAST_RATES = "_last_lr"
 
 #: The loss scale, shape (), of a ``GradScaler``; None before the first loss.
@@ -505,7 +521,7 @@ scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_opt
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let a ``GradScaler`` unscale the gradients of an optimizer with this function.
 
-    If torch removes it: the function is not called, and torch unscales each shard by itself.
+    If torch removes this method, the function is not called, and torch unscales each shard by itself.
     """
     scaler._unscale_grads_ = unscale
 

@@ -66,7 +66,7 @@ T5 = TypeVar("T5")
 
 
 class Accelerator(Facts):
-    """Runs your own training loop on one device or many: create it, call ``prepare`` and ``backward``.
+    """Lets your own training loop run on one device or many: create one, then call ``prepare`` and ``backward``.
 
     Example::
 
@@ -102,10 +102,11 @@ class Accelerator(Facts):
         kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
         dynamo_backend: compile models with this backend.
         dynamo_plugin: the backend and more settings.
-        parallelism_config: sizes of tensor, sharded and replicated parallelism.
+        parallelism_config: sizes of the tensor-parallel, sharded and replicated dimensions.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far ``scheduler.step()`` advances a schedule. ``"per_update"``: one step; ``"per_sample"``:
-            one step per process, for a schedule whose length counts the batches of one process.
+            as many steps as there are data-parallel processes, for a schedule whose length was computed for a single
+            process.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside of autocast
             keeps its accuracy; ``"keep"`` does not.
     """
@@ -339,7 +340,7 @@ class Accelerator(Facts):
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context in which backward passes do not communicate a prepared model's gradients (None: all models')."""
+        """Context manager that turns off gradient synchronization for a prepared model, or for all if None."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:

@@ -373,9 +373,10 @@ class Window:
         if counts:
             raise RuntimeError(
                 f"{name} was called in `with accelerator.accumulate(...):` with gradients that did not come from "
-                f"accelerator.backward. Only its calls count as micro-batches, so a window of {state.num_steps} would "
-                "never complete. Call accelerator.backward(loss) instead of loss.backward(); it also divides the "
-                f"loss by gradient_accumulation_steps={state.num_steps}, so do not divide it yourself."
+                "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so a window of "
+                f"{state.num_steps} would never complete. Call accelerator.backward(loss) instead of loss.backward(); "
+                f"it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
+                "yourself."
             )
         state.runs_own_backward = True
         messages.warn(

@@ -56,7 +56,7 @@ def notebook_launcher(
     if is_initialized():
         messages.warn_once(
             "An Accelerator was created before notebook_launcher, and it knows only one process. Create another one "
-            "inside the launched function, and use nothing there that the first one prepared."
+            "inside the launched function, and don't use anything there that the first one prepared."
         )
     return _start(function, args, count, kind, variables, int(use_port or 0))
 

@@ -98,9 +98,9 @@ class Windows:
         if models:
             listed = messages.names([type(self.prepared.models[index]).__name__ for index in models], "and")
             messages.warn_once(
-                f"{type(self.strategy).__name__} cannot save gradients that wait for an optimizer step, so this state "
-                f"does not contain the gradients of {listed}. A loop that resumes from it loses the micro-batches of "
-                "the incomplete window. Call save_state when accelerator.sync_gradients is True."
+                f"{type(self.strategy).__name__} cannot save gradients that are still waiting for an optimizer step, "
+                f"so this state does not contain the gradients of {listed}. A loop that resumes from it loses the "
+                "micro-batches of the incomplete window. Call save_state when accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------

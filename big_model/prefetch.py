@@ -176,7 +176,7 @@ class Fetcher:
         )
 
     def start(self) -> None:
-        """Record that the model begins to run.
+        """Record that the model has started running.
 
         Raises:
             RuntimeError: the model is already running in another thread.

@@ -209,7 +209,7 @@ class Callback:
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
     ) -> int | None:
-        """Called before each training batch, which is on its device. The batch may be changed in place.
+        """Called before each training batch. The batch is already on the device and may be changed in place.
 
         Return -1 to skip the rest of the epoch.
         """
@@ -261,7 +261,7 @@ class Callback:
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each validation batch, which is on its device."""
+        """Called before each validation batch. The batch is already on the device."""
 
     def on_validation_batch_end(
         self,
@@ -289,7 +289,7 @@ class Callback:
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each test batch, which is on its device."""
+        """Called before each test batch. The batch is already on the device."""
 
     def on_test_batch_end(
         self,
@@ -317,7 +317,7 @@ class Callback:
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each batch to predict, which is on its device."""
+        """Called before each batch to predict. The batch is already on the device."""
 
     def on_predict_batch_end(
         self,

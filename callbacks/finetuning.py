@@ -132,8 +132,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Pass the optimizer only the parameters that train at first: [p for p in "
-                "self.parameters() if p.requires_grad]."
+                "stay in their groups. Pass the optimizer only the parameters that train from the start: [p for p "
+                "in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -297,7 +297,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
 
     The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and optimizers with the
-    parameters that train at first. The first optimizer trains the backbone.
+    parameters that train from the start. The first optimizer trains the backbone.
 
     Args:
         unfreeze_backbone_at_epoch: index (0-based) of the first epoch in which the backbone trains.
@@ -368,7 +368,7 @@ class BackboneFinetuning(BaseFinetuning):
         if not trainer.optimizers:
             raise ValueError(
                 f"{type(self).__name__} adds the backbone to an optimizer, but {type(pl_module).__name__}."
-                "configure_optimizers returned none. Return one with the parameters that train at first."
+                "configure_optimizers returned no optimizer. Return one with the parameters that train from the start."
             )
         super().on_fit_start(trainer, pl_module)
 

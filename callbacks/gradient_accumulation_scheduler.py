@@ -39,7 +39,7 @@ class GradientAccumulationScheduler(Callback):
             if not _whole(epoch, at_least=0):
                 raise ValueError(
                     f"GradientAccumulationScheduler: scheduling={dict(scheduling)!r} has the key {epoch!r}, which is "
-                    "not an epoch. Epochs are whole numbers from 0."
+                    "not an epoch. Epochs are whole numbers, starting at 0."
                 )
             if not _whole(batches, at_least=1):
                 raise ValueError(

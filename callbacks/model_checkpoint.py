@@ -266,7 +266,10 @@ class ModelCheckpoint(CheckpointKeeper):
             self.save(trainer)
 
     def _monitor_has_value(self, trainer: Trainer) -> bool:
-        """Whether the monitored metric is known; False while it may still be logged, an error if it cannot be."""
+        """Whether the monitored metric has a value.
+
+        Returns False while it may still be logged; raises ValueError if it should have been logged by now.
+        """
         metrics = trainer.callback_metrics
         if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
             return True

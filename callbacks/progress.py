@@ -71,27 +71,27 @@ class ProgressBar(Callback):
 
     @property
     def sanity_check_description(self) -> str:
-        """The text before the bar of the sanity check."""
+        """The text shown before the bar of the sanity check."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """The text before the bar of a training epoch, followed by the epoch's number."""
+        """The text shown before the training bar, followed by the epoch's number."""
         return "Epoch"
 
     @property
     def validation_description(self) -> str:
-        """The text before the bar of a validation."""
+        """The text shown before the validation bar."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """The text before the bar of a test."""
+        """The text shown before the test bar."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """The text before the bar of a prediction."""
+        """The text shown before the prediction bar."""
         return "Predicting"
 
     @property

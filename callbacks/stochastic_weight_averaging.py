@@ -269,7 +269,7 @@ def _check_start(owner: str, start: Any) -> None:
     if isinstance(start, bool) or not isinstance(start, (int, float)):
         raise TypeError(
             f"{owner}: swa_epoch_start={start!r} is {messages.a(start)}. "
-            "Pass the first epoch to average, an integer counted from 1, or a fraction of max_epochs from 0.0 to 1.0."
+            "Pass the first epoch to average: an integer, counting from 1, or a fraction of max_epochs from 0.0 to 1.0."
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(

@@ -54,8 +54,8 @@ class Timer(Callback):
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
             raise ValueError(
-                f"Timer: grace_seconds={grace_seconds!r} is not a valid number of seconds. Pass the seconds that the "
-                "last step and its checkpoint take, or 0."
+                f"Timer: grace_seconds={grace_seconds!r} is not a valid number of seconds. Pass the number of seconds "
+                "that the last step and its checkpoint take, or 0."
             )
         self._grace = grace_seconds
         self._duration = None if duration is None else to_timedelta(duration, "Timer(duration=)").total_seconds()

@@ -79,7 +79,7 @@ class TQDMProgressBar(DrawnProgressBar):
         return self._tqdm(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> tqdm:
-        """Make the bar of a validation, below the training bar if there is one."""
+        """Create the validation bar, below the training bar if there is one."""
         inside = self.trainer.state.fn == "fit"
         return self._tqdm(self.validation_description, leave=self._leave or not inside, below=int(inside))
 

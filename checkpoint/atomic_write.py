@@ -52,7 +52,7 @@ def temporary_name(name: str) -> str:
 
 
 def remove_temporaries(folder: Location) -> None:
-    """Delete the temporary files that killed saves left in a local folder. No run may be saving there."""
+    """Delete temporary files left in a local folder by saves that were killed. No run may be saving there."""
     for path in folder.iterdir() if isinstance(folder, Path) else ():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)

@@ -127,8 +127,8 @@ def _status(command: list[str], environment: dict[str, str], timeout: float) -> 
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise RuntimeError(
-                f"The run took longer than --timeout {timeout:g} seconds and was ended. If it does not hang, raise "
-                "--timeout, or lower --steps."
+                f"The run took longer than --timeout {timeout:g} seconds and was stopped. If it was not hanging, "
+                "raise --timeout or lower --steps."
             ) from None
 
 

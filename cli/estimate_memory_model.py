@@ -110,7 +110,9 @@ def _not_here(name: str) -> str:
 
 def _of_path(path: Path, wish: Wish) -> Source:
     if path.suffix == ".py":
-        raise ValueError(f"{str(path)!r} is a program. Add the function that builds the model: {path}:build_model.")
+        raise ValueError(
+            f"{str(path)!r} is a Python script. Add the function that builds the model: {path}:build_model."
+        )
     config = path if path.name == "config.json" else path / "config.json"
     if config.exists() and wish.library in (None, "transformers"):
         if messages.is_installed("transformers"):
@@ -120,7 +122,7 @@ def _of_path(path: Path, wish: Wish) -> Source:
                 messages.missing(f"Building the model of {str(config)!r}", "transformers"), name="transformers"
             )
     if wish.library == "transformers":
-        raise FileNotFoundError(f"There is no config.json in {str(path)!r}, which transformers needs to build a model.")
+        raise FileNotFoundError(f"{str(path)!r} has no config.json, which transformers needs to build a model.")
     return _of_files(path)
 
 

@@ -129,7 +129,10 @@ def _pairs(text: str | None) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     wrong = next((key for key, equals, _ in pairs if not equals), None)
     if wrong is not None:
-        raise ValueError(f"rdzv_conf={text!r} has {wrong!r}, which is not key=value. Write --rdzv_conf timeout=60.")
+        raise ValueError(
+            f"rdzv_conf={text!r} contains {wrong!r}, which is not a key=value pair. Pass pairs, such as "
+            "--rdzv_conf timeout=60."
+        )
     return {key.strip(): int(value) if value.strip().isdecimal() else value.strip() for key, _, value in pairs}
 
 

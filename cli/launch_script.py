@@ -50,7 +50,9 @@ def find_script(arguments: Namespace) -> Script:
         raise ValueError("-m and --no_python contradict each other. Leave one of them out.")
     if arguments.no_python:
         if shutil.which(target) is None:
-            raise FileNotFoundError(f"There is no program {target!r}. Pass one that the shell finds, or its path.")
+            raise FileNotFoundError(
+                f"There is no program {target!r}. Pass a command that is on PATH, or the path of an executable."
+            )
         return Script("program", target, rest)
     if arguments.module:
         return Script("module", target, rest)

@@ -69,7 +69,7 @@ class CombinedLoader:
     def flattened(self, loaders: Sequence[Any]) -> None:
         if len(loaders) != len(self._flattened):
             raise ValueError(
-                f"CombinedLoader.flattened got {len(loaders)} loaders in place of {len(self._flattened)}. "
+                f"CombinedLoader.flattened needs {len(self._flattened)} loaders, but got {len(loaders)}. "
                 "Pass the same number of loaders, or create a new CombinedLoader."
             )
         self._flattened = list(loaders)

@@ -112,7 +112,7 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context that records tensors and gives them no memory."""
+        """Context manager that tracks tensors without allocating memory for them."""
         several = fake_group(self.strategy) if isinstance(self.strategy, FSDPStrategy) else nullcontext()
         with several, self.mode, self.ledger.watching():
             yield

@@ -51,7 +51,7 @@ def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values without None, also in nested mappings, and without mappings that become empty."""
+    """Drop None values, including in nested mappings, and drop any mapping that this leaves empty."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,9 +1,9 @@
 """Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
 
-Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank asks
-where this rank is, and answers with the line of user code that the main thread is running. A rank asks when one of the
-strategy's collectives has waited for a long time, or failed. The same thread answers when another rank wants the run to
-stop (see :mod:`.stop_agreement`).
+Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
+asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when one
+of the strategy's collectives has waited for a long time, or failed. The same thread answers when another rank wants the
+run to stop (see :mod:`.stop_agreement`).
 """
 
 from __future__ import annotations

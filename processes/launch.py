@@ -288,7 +288,7 @@ def find_place(
 
 def _whole(name: str, text: str, below: int) -> int:
     if not text.isdecimal() or int(text) >= below:
-        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
+        raise ValueError(f"{name}={text} must be a whole number from 0 to {below - 1}.")
     return int(text)
 
 

@@ -100,7 +100,7 @@ class Relay:
     # ---- in this process -------------------------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Relay output until the ranks have ended and the pipes are empty. Runs in the thread."""
+        """Relay output until the ranks have exited and the pipes are empty. Runs in the thread."""
         receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
         with selectors.DefaultSelector() as selector:
             for reader in (*receivers, self._end):

@@ -91,12 +91,12 @@ def _end_threads(watch: Watch) -> None:
 def _wait_for_gloo(seconds: float = 10.0) -> None:
     """Wait until all of gloo's worker threads are asleep and hold no Python object, for at most ``seconds``.
 
-    A gloo worker first reports that a collective is done, and then releases its tensors. It needs the interpreter to
-    release tensors that Python has seen. If Python exits at that moment, it ends the worker inside a C++ destructor,
-    which aborts the process: "terminate called without an active exception". Destroying a group does not end its
-    workers while a strategy, a wrapped model or the user still holds the group.
+    A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that
+    Python has seen, it needs the GIL. If Python exits at that moment, it ends the worker inside a C++ destructor, which
+    aborts the process: "terminate called without an active exception". Destroying a group does not end its workers
+    while a strategy, a wrapped model or the user still holds the group.
 
-    A worker that is waiting for the interpreter gets it during the pause. A worker that sleeps through the pause has
+    A worker that is waiting for the GIL gets it while this function sleeps. A worker that sleeps all that time has
     nothing to do, or is waiting for another process. Only Linux lists threads; on other systems this returns quickly.
     """
     deadline, before = time.monotonic() + seconds, None

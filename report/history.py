@@ -352,7 +352,7 @@ def _samples_in_batch(start: Start) -> int | None:
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """Yield (last step, seconds of training, updates, batches) between rows that are far enough apart."""
+    """Yield (last step, seconds of training, updates, batches) for each stretch between rows far enough apart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None

@@ -81,7 +81,7 @@ def _variables(colors: Sequence[str]) -> str:
 
 
 def color(index: int) -> str:
-    """Return the CSS color of series or share number ``index``; colors repeat after the twelfth."""
+    """Return the CSS color for the series or chart segment at ``index``; colors repeat after the twelfth."""
     return f"var(--c{index % len(_LIGHT)})"
 
 

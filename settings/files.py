@@ -80,7 +80,7 @@ def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
     if named:
         if named.lower() == "none":
             return None
-        return str(_existing(Path(named).expanduser(), f"the environment variable {CONFIG_VARIABLE}"))
+        return str(_existing(Path(named).expanduser(), f"The environment variable {CONFIG_VARIABLE}"))
     mine, theirs = own_file(environment), accelerates_file(environment)
     here = [Path(f"paceline{suffix}") for suffix in SUFFIXES]
     places = [*here, *(mine.with_suffix(suffix) for suffix in SUFFIXES), theirs, theirs.with_suffix(".json")]
@@ -96,7 +96,7 @@ def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
 def _existing(path: Path, who: str) -> Path:
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no file {str(path)!r}, which {who} names. Run `paceline config` to write one."
+            f"{who} points to {str(path)!r}, but there is no such file. Run `paceline config` to write one."
         )
     return path
 
@@ -112,7 +112,7 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
         ValueError: it does not have the format of its suffix, or it has an unknown key, two keys for one setting, an
             invalid value, or a setting that Paceline does not support.
     """
-    place = _existing(Path(path).expanduser(), "the configuration")
+    place = _existing(Path(path).expanduser(), "The configuration path")
     found = ConfigFile(str(place))
     for key, value in _flat(_load(place), place):
         for name, meant in _meaning(key, value, found).items():

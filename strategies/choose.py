@@ -129,7 +129,8 @@ def choose_strategy(
         num_nodes: number of machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
-        options: arguments for a strategy that is chosen by name; with "auto" they decide which strategy.
+        options: arguments for a strategy that is chosen by name; with "auto", they also determine
+            which strategy is chosen.
         environment: how a process learns its rank from the launcher; None: detected automatically.
 
     Raises:

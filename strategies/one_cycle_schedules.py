@@ -43,9 +43,9 @@ def _keep_last_values(scheduler: OneCycleLR) -> None:
         rates = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(map(float, last)))
         messages.warn_once(
             f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues: "
-            f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps of "
-            "the whole training, or of its part of a SequentialLR. If the schedule's state was loaded, total_steps is "
-            "the saved one."
+            f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps in "
+            "the whole run, or in this schedule's part of it if it is inside a SequentialLR. If the schedule's state "
+            "was loaded, total_steps is the saved one."
         )
     for group, rate in zip(scheduler.optimizer.param_groups, last, strict=False):  # a chain may have changed it
         if isinstance(group["lr"], Tensor):

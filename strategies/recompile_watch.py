@@ -48,7 +48,8 @@ class CompileWatch(logging.Handler):
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s to compile a graph. Steps that compile nothing are faster.",
+                f"torch.compile took {took:.1f} s to compile a graph. Steps that don't compile anything will be "
+                "faster.",
                 key="compiling takes time",
             )
 

@@ -203,8 +203,8 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
     """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
-            f"Trainer(compile={value!r}): a step compiled as a whole must be one graph. Leave out fullgraph, or the "
-            "scope."
+            f"Trainer(compile={value!r}): a step compiled as a whole must be one graph. Leave out fullgraph, or set "
+            "'scope' to 'networks'."
         )
     if scope == "step" and value.get("mode") == "reduce-overhead":
         raise ValueError(f"Trainer(compile={value!r}): mode='reduce-overhead' makes CUDA graphs. Use compile='graphs'.")
@@ -216,7 +216,10 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
 
 
 def check_switch(name: str, value: T, none: bool = False) -> T:
-    """Return a bool; with ``none``, also None, where the default depends on something else."""
+    """Check that the value is a bool and return it.
+
+    With ``none``, None is allowed too, for arguments whose default depends on something else.
+    """
     if isinstance(value, bool) or (value is None and none):
         return value
     hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""

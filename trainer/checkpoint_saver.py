@@ -62,9 +62,10 @@ def _nothing(*_: Any) -> None: ...
 class Saver:
     """Saves the checkpoints of one run.
 
-    In the background, the tensors are copied into buffers that every save reuses (pinned for a GPU, with one wait), and
-    a thread writes from them with the same code while training continues. At most one write is in flight; the next save
-    waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
+    A background save copies the tensors into buffers that are reused across saves (pinned memory for GPU tensors, with
+    a single synchronization). A thread then writes the buffers with the same code as a blocking save, while training
+    continues. At most one write is in flight; the next save waits for it. If a write fails, its error is raised by
+    ``wait``, by the next save, or when the fit ends.
 
     Attributes:
         failed: a background write has failed on this process; ``wait`` raises its error.

@@ -84,7 +84,10 @@ class TracedOptimizer:
 
 
 class _Data:
-    """A parameter group's number as a tensor, which a graph treats as data instead of a constant."""
+    """A numeric option of a parameter group, kept in a tensor so that a compiled graph takes it as an input.
+
+    Otherwise the graph would contain its value as a constant.
+    """
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")

@@ -49,8 +49,8 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if trainer.detect_anomaly:
         raise ValueError(
-            f"{asked}, detect_anomaly=True): a compiled step has no single operation to name, and its loss is known "
-            "only after the weights have changed. Look for the anomaly without compile."
+            f"{asked}, detect_anomaly=True): a compiled step cannot tell which operation failed, and its loss is "
+            "known only after the weights have changed. Look for the anomaly without compile."
         )
     if scope == "graphs" and trainer.accumulate_grad_batches > 1:
         raise ValueError(

@@ -35,7 +35,7 @@ class MissingValueError(KeyError):
 
 
 class LoggedValues(dict[str, Value]):
-    """A dict of logged values. ``why`` explains a missing name. Copying or pickling returns an ordinary dict."""
+    """A dict of logged values. ``why`` explains a missing name. Copies and unpickled values are ordinary dicts."""
 
     __slots__ = ("_why",)
 

@@ -257,7 +257,9 @@ class FitLoop:
         }
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """Do what follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, what is left.
+        """Do what follows a batch's last hooks: logging, validation, plateau schedulers.
+
+        After a resume, do only what the saved run had not done yet.
 
         ``reason``: why the run stops after this batch, if it does. Returns it, or a new one from validation.
         """
@@ -394,7 +396,7 @@ class FitLoop:
     def check_length(self, seen: int, batches: Any) -> bool:
         """Raise if the loader ended too early; report batches left over because another rank's loader was shorter.
 
-        Returns True: the epoch is complete.
+        Always returns True: the epoch is complete.
         """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(

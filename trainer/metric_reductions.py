@@ -126,7 +126,7 @@ class Record:
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
-        """The state of the current epoch besides the last value."""
+        """The state of the current epoch, except the last value."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

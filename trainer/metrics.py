@@ -224,7 +224,7 @@ class MetricStore:
 
     @property
     def moment(self) -> Moment:
-        """The moment that ``self.log`` belongs to."""
+        """The part of the run from which ``self.log`` is called now."""
         return self._moment
 
     # ---- reading ---------------------------------------------------------------------------------------------------

@@ -120,7 +120,8 @@ class ManagedOptimizer:
         """Context in which only this optimizer's parameters require gradients.
 
         Args:
-            sync_grad: False: backward passes in it do not communicate gradients, which then accumulate on each process.
+            sync_grad: if False, backward passes inside the context do not synchronize gradients, which accumulate
+                locally on each process.
         """
         strategy = self._run.strategy
         apart = not sync_grad and strategy.communicates_gradients

@@ -139,7 +139,7 @@ def leave_no_window(run: Run) -> None:
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
-    """The module to run, and whether it is the previous run's, because none was passed."""
+    """The module to run, and whether it was taken from the previous run because none was passed."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
@@ -169,8 +169,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was passed inside {type(module).__name__} and is unwrapped, because the strategy wraps it itself. "
-        "Pass the bare module and use Trainer(strategy='ddp', devices=...)."
+        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy does "
+        "the wrapping itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 

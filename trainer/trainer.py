@@ -250,7 +250,7 @@ class Trainer:
         self.current_run = Run(self)
 
     def _place(self, plugins: Plugins, *where: Any) -> None:
-        """Choose the strategy for the arguments ``where``, and what plugins replace."""
+        """Choose the strategy for the arguments in ``where``, and the parts that plugins replace."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
         self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()

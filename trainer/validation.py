@@ -57,7 +57,7 @@ class Validation:
         metrics.discard()
 
     def plan_epoch(self) -> bool:
-        """Decide when this epoch validates; return whether it does."""
+        """Decide when to validate during this epoch; return whether to validate at all."""
         run = self.run
         epochs = run.trainer.check_val_every_n_epoch
         skipped = epochs is not None and (run.state.epoch + 1) % epochs != 0
@@ -79,7 +79,7 @@ class Validation:
 
     @phase("validation")
     def validate(self) -> Reason:
-        """Validate during a fit. Returns why the run stops at the boundary after it, if it does."""
+        """Validate during a fit. If the run should stop right after this validation, returns the reason."""
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
         self.random, state.pending = random_states(), Pending.VALIDATION

@@ -112,7 +112,8 @@ class SizeSearch:
     def search(self, trials: _Trials) -> int:
         """Double until a size does not fit, or halve until one does; ``binsearch`` then narrows down the largest one.
 
-        It stops at half the margin, because more precision is not worth the trials.
+        ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
+        trials.
         """
         size, fits, fails = min(self.init_val, self.max_val or self.init_val), 0, 0
         while len(trials.made) < self.max_trials:

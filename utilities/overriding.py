@@ -29,8 +29,8 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
         parent = next((one for one in _PARENTS if isinstance(instance, one)), None)
         if parent is None:
             raise ValueError(
-                f"is_overridden({method_name!r}, {type(instance).__name__}): this is neither a TrainingModule, "
-                "DataModule, Callback nor Strategy. Pass its base class as parent."
+                f"is_overridden({method_name!r}, {type(instance).__name__}): this is not a TrainingModule, "
+                "DataModule, Callback or Strategy. Pass its base class as parent."
             )
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no method of that name.")

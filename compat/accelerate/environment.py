@@ -49,7 +49,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The value of the first of these variables that holds a number of 0 or more."""
+    """The value of the first of these variables that holds a non-negative integer."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 

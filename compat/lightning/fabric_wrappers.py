@@ -57,7 +57,7 @@ class FabricModule(nn.Module):
         """Let a method of the module be called as its forward is: through the strategy, in its precision."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ValueError("mark_forward_method('forward'): the forward is marked already. Name another method.")
+            raise ValueError("mark_forward_method('forward'): forward is already marked. Name another method.")
         if not callable(getattr(self.module, name, None)):
             raise AttributeError(
                 f"mark_forward_method({name!r}): {type(self.module).__name__} has no method of that name. Name one of "
@@ -111,7 +111,7 @@ def original(obj: Any) -> Any:
 
 
 def unwrapped_in(collection: Any) -> Any:
-    """A collection in which the user's objects stand in the place of what ``Fabric.setup`` returned."""
+    """The collection, with all that ``Fabric.setup`` returned replaced by the user's original objects."""
     if isinstance(collection, Mapping):
         return {key: unwrapped_in(value) for key, value in collection.items()}
     if type(collection) in (list, tuple):
@@ -194,11 +194,13 @@ class _FabricStrategy:
 
 
 class FabricTrainer:
-    """The ``trainer`` of a LightningModule that Fabric has set up: what of it a loop of one's own has.
+    """The ``trainer`` of a LightningModule that Fabric has set up.
+
+    It has only the attributes that make sense in a custom loop; all others are read from the Fabric.
 
     Args:
-        fabric: that set the module up.
-        optimizers: set up together with it.
+        fabric: the Fabric that set up the module.
+        optimizers: the optimizers that were set up together with it.
     """
 
     barebones = False

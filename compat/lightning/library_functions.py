@@ -294,7 +294,7 @@ def convert_tensors_to_scalars(data: Any) -> Any:
     """
     if isinstance(data, Tensor):
         if data.numel() != 1:
-            raise ValueError(f"A tensor of shape {tuple(data.shape)} is not one number. Reduce it before logging it.")
+            raise ValueError(f"A tensor of shape {tuple(data.shape)} is not a scalar. Reduce it before logging it.")
         return data.item()
     if isinstance(data, Mapping):
         return {name: convert_tensors_to_scalars(value) for name, value in data.items()}

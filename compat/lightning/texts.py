@@ -51,7 +51,7 @@ def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def advising_evaluation(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``DataSource.load_evaluation`` with advice about loaders that it makes."""
+    """``DataSource.load_evaluation``, plus advice about the loaders that it creates."""
 
     def load_evaluation(source: Any, kind: str) -> Any:
         is_new = kind not in source.eval
@@ -91,8 +91,9 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(
-            f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is made again every "
-            f"{trainer.reload_dataloaders_every_n_epochs} epochs: the old workers may stay. Leave one of these out."
+            f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated every "
+            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave one of "
+            "these out."
         )
 
 

@@ -45,9 +45,11 @@ class View:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self.reads:
-            raise AttributeError(f"{self.place}.{name} is private in Lightning, and Paceline has none. {self.instead}")
+            raise AttributeError(
+                f"{self.place}.{name} is private to Lightning, and Paceline does not have it. {self.instead}"
+            )
         read, public = self.reads[name]
-        messages.debug_once(f"{self.place}.{name} is private in Lightning. Read {public} instead.")
+        messages.debug_once(f"{self.place}.{name} is private to Lightning. Read {public} instead.")
         return read(vars(self)["trainer"])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -296,7 +298,7 @@ class AcceleratorConnector:
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
         """What was chosen for a Trainer."""
         messages.debug_once(
-            "trainer._accelerator_connector is private in Lightning. Read trainer.strategy, trainer.accelerator, "
+            "trainer._accelerator_connector is private to Lightning. Read trainer.strategy, trainer.accelerator, "
             "trainer.device_ids and trainer.precision_plugin instead."
         )
         one = object.__new__(cls)
@@ -307,8 +309,8 @@ class AcceleratorConnector:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"trainer._accelerator_connector.{name} is private in Lightning, and Paceline has none. What was chosen is "
-            "in trainer.strategy, trainer.accelerator, trainer.device_ids, trainer.num_nodes and trainer.precision."
+            f"trainer._accelerator_connector.{name} is private to Lightning, and Paceline does not have it. Use "
+            "trainer.strategy, trainer.accelerator, trainer.device_ids, trainer.num_nodes or trainer.precision instead."
         )
 
     @property

@@ -189,7 +189,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``over`` into a copy of ``base``, at every depth; values of ``over`` win."""
+    """Recursively merge ``over`` into a copy of ``base``; values from ``over`` win."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)

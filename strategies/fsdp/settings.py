@@ -189,8 +189,8 @@ class FSDPSettings:
         if named:
             messages.info_once(
                 f"{type(self).__name__}: these settings have no effect: {', '.join(named)}. FSDP2 starts from rank 0's "
-                "weights, keeps the original parameters, prefetches the next block while one computes, and gathers "
-                "full state dicts on rank 0's CPU."
+                "weights, keeps the original parameters, prefetches the next block while the current one runs, and "
+                "gathers full state dicts on rank 0's CPU."
             )
 
 

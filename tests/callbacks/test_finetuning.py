@@ -465,7 +465,7 @@ def test_of_several_optimizers_the_first_trains_the_backbone(tmp_path: Path) -> 
     run.fit(Two(), loader())
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
     assert rates == [[0.1, pytest.approx(0.02)], [0.1]]
-    with pytest.raises(ValueError, match=r"Nothing.configure_optimizers returned none"):
+    with pytest.raises(ValueError, match=r"Nothing.configure_optimizers returned no optimizer"):
         trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Nothing(), loader())
 
 

@@ -97,7 +97,7 @@ def test_manual_optimization_is_an_error() -> None:
     [
         ({}, TypeError, r"scheduling=\{\}.*contains no epoch.*Pass a dict"),
         ([1, 2], TypeError, r"scheduling=\[1, 2\].*contains no epoch.*Pass a dict"),
-        ({-1: 2}, ValueError, r"key -1, which is not an epoch.*whole numbers from 0"),
+        ({-1: 2}, ValueError, r"key -1, which is not an epoch.*whole numbers, starting at 0"),
         ({"4": 2}, ValueError, r"key '4', which is not an epoch.*whole numbers"),
         ({True: 2}, ValueError, r"key True, which is not an epoch"),
         ({4: 0}, ValueError, r"asks for 0 batches per step from epoch 4 on.*at least 1"),

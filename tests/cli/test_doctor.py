@@ -127,7 +127,7 @@ def test_a_run_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
     script.write_text("import signal; print('begun', flush=True); signal.pause()")
     done = doctor("--timeout", "1", str(script))
     assert done.returncode == 2
-    assert "paceline doctor: The run took longer than --timeout 1 seconds and was ended." in done.stderr
+    assert "paceline doctor: The run took longer than --timeout 1 seconds and was stopped." in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -182,7 +182,7 @@ assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 4
 strategy = trainer.strategy
 assert strategy.lightning_module is net and strategy.optimizers is trainer.optimizers
 assert strategy.lightning_module_state_dict().keys() == net.state_dict().keys()
-says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private in Lightning", "callback_metrics")
+says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private to Lightning", "callback_metrics")
 says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")
 says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only shows")
 assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1

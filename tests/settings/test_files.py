@@ -201,7 +201,7 @@ def test_c6_the_nearest_file_is_in_force(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_file_that_is_named_but_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="PACELINE_CONFIG_FILE names"):
+    with pytest.raises(FileNotFoundError, match="PACELINE_CONFIG_FILE points to"):
         resolve(environment={"PACELINE_CONFIG_FILE": str(tmp_path / "none.yaml")})
     with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
         resolve(config_file=tmp_path / "none.yaml")
