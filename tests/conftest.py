@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="paceline-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for a pytest that a test starts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
