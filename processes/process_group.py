@@ -42,12 +42,17 @@ def join(
 
 
 def leave() -> None:
-    """Leave the process group; called when the process ends."""
+    """Leave the process group; called when the process ends.
+
+    Waits for gloo's workers first. The last owner of the group, such as the reducer of a wrapped model, joins them
+    while it holds the GIL, which a worker may need to release its tensors.
+    """
     global _room
     if _room is not None:
         _room.watch.close()
         _room = None
     if dist.is_initialized():
+        gloo.let_go()
         dist.destroy_process_group()
 
 
