@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from rank_processes import ranks
 
-from paceline.processes import gloo
+from paceline.processes import process_group
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "examples" / "07_migrate_in_four_steps"
@@ -46,7 +46,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.processes.devices.count", lambda kind: int(kind == "cpu"))
     destroy = dist.destroy_process_group
     # Torch may wait forever here: the wrapped model, freed after this, joins workers that still need the interpreter.
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: (gloo.let_go(), destroy()))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (process_group.wait_for_gloo(), destroy()))
 
 
 def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_one_process() -> None:
