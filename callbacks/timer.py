@@ -156,7 +156,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"The time limit was reached after {elapsed}. Training stops.")
+            messages.info(f"Time limit reached. Training stops after {elapsed}.")
         self._announced = True
 
 

@@ -60,13 +60,18 @@ def _folder_of_logs(root: str) -> str:
     return os.getcwd()
 
 
+def is_logger(value: Any) -> bool:
+    """Whether a Trainer can log to an object."""
+    return isinstance(value, Logger)
+
+
 def _given_loggers(logger: Any) -> list[Logger] | None:
     if logger is None or logger is True:
         return None
     several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
     found: list[Any] = list(logger) if several else [logger]
     for one in found:
-        if not isinstance(one, Logger):
+        if not is_logger(one):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
                 f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "

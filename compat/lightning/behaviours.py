@@ -12,9 +12,10 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from ... import messages
 from ...processes.signals import interruption
-from .exceptions import SIGTERMException, translated
-from .testing import complete_mocks
+from .exceptions import SIGTERMException, exiting, translated
+from .testing import complete_mocks, is_logger
 from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
 
 #: Modules of Paceline, their classes, and the methods whose errors programs catch as Lightning's.
@@ -86,7 +87,9 @@ def _change_loggers() -> None:
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
+    from ...trainer import arguments, default_callbacks
     from ...trainer.data_source import DataSource
+    from ...trainer.loop import FitLoop
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
     from ...trainer.trainer import Trainer
@@ -102,6 +105,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
+        (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
         (DataSource, "train"): advising_train(DataSource.train),
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
@@ -109,8 +113,11 @@ def _replace_methods() -> None:
         (RunState, "__eq__"): _same_state,
         (Trainer, "_place"): place,
     }
-    for name in ("__init__", "fit", "validate", "test", "predict"):
-        replacements[Trainer, name] = speak_again(getattr(Trainer, name))
+    replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
+    for name in ("fit", "validate", "test", "predict"):
+        replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
+    arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
+    default_callbacks.is_logger = is_logger
     for (owner, name), changed in replacements.items():
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
     setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
@@ -126,6 +133,33 @@ def _translate_errors() -> None:
                 if method == "__init__":
                     with suppress(NameError):  # of a type that only type checkers import
                         function.__annotations__ = get_type_hints(function)
+
+
+def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Raise for a checkpoint that has more epochs than the run may have; Lightning does."""
+
+    def say(loop: Any) -> None:
+        most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
+        if loop.resumed is not None and -1 < most < epochs:
+            raise ValueError(
+                f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
+                "continue."
+            )
+        say_finished(loop)
+
+    return say
+
+
+def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
+    """Warn about limits that ``overfit_batches`` replaces."""
+
+    def warn(overfit_batches: Any, **limits: Any) -> None:
+        check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
+        for name, value in limits.items() if overfit_batches else ():
+            if value:
+                messages.warn(f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}.")
+
+    return warn
 
 
 def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:

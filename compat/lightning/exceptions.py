@@ -38,6 +38,19 @@ def _is_own(traceback: TracebackType | None) -> bool:
     return module.partition(".")[0] == _PACKAGE
 
 
+def exiting(function: F) -> F:
+    """Wrap an entry point so that Ctrl-C ends the program with status 1, after the run has been torn down."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise SystemExit(1) from None
+
+    return call  # type: ignore[return-value]
+
+
 def translated(function: F) -> F:
     """Wrap a function so that Paceline's errors are Lightning's too."""
 

