@@ -132,7 +132,7 @@ def test_show_tells_the_manifest_and_with_keys_what_is_inside(tmp_path: Path, ca
 
 def test_show_of_a_folder_names_one_of_its_checkpoints(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 4)
-    assert f"Pass one, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
+    assert f"Pass one checkpoint, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
