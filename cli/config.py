@@ -95,7 +95,7 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or name not in SETTINGS:
             hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all settings."
-            raise ValueError(f"--set {one}: {name!r} is not a setting.{hint} Pass --set NAME=VALUE.")
+            raise ValueError(f"--set {one} must be NAME=VALUE, with the name of a setting.{hint}")
         if not SETTINGS[name].is_nothing(value):
             found[name] = SETTINGS[name].parsed(value.strip(), f"--set {one}")
     return found

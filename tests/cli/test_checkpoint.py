@@ -270,7 +270,9 @@ def test_a_lightning_file_gets_a_manifest(tmp_path: Path, capsys: Any) -> None:
 def test_what_is_there_is_not_overwritten_and_a_format_is_needed(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 1)
     assert "already exists" in said(capsys, "export", path, path, "--format", "full", status=2)
-    assert "Pass --format safetensors, full, weights" in said(capsys, "export", path, tmp_path / "y", status=2)
+    assert "Pass --format with one of safetensors, full, weights" in said(
+        capsys, "export", path, tmp_path / "y", status=2
+    )
 
 
 def test_a_folder_in_parts_becomes_one_file(tmp_path: Path, capsys: Any) -> None:

@@ -283,7 +283,7 @@ def test_a_callback_can_have_arguments_of_its_own() -> None:
 
 
 def test_only_classes_that_a_trainer_knows_are_added() -> None:
-    with pytest.raises(TypeError, match="this is not a Trainer, TrainingModule, DataModule or Callback class"):
+    with pytest.raises(TypeError, match="which is not a Trainer, TrainingModule, DataModule or Callback class"):
         ArgumentParser().add_lightning_class_args(nn.Linear, "layer")
 
 

@@ -480,7 +480,7 @@ def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
 
 def test_contradictions_are_told_before_anything_runs() -> None:
     trainer = Trainer(**QUIET, callbacks=[GradientAccumulationScheduler({0: 2})])
-    with pytest.raises(ValueError, match="and so does the GradientAccumulationScheduler"):
+    with pytest.raises(ValueError, match="but so does the callback GradientAccumulationScheduler"):
         Tuner(trainer).scale_batch_size(FromHooks(), effective_batch="keep")
     with pytest.raises(ValueError, match="effective_batch='same'"):
         tuned(9, effective_batch="same")
