@@ -1,9 +1,9 @@
 """All of torch's private names that Paceline uses. No other file uses private names of torch.
 
-All of them exist in torch 2.11 to 2.13, but any later version may remove some. If a name is missing, code that uses it
-raises AttributeError or ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses every entry,
-so it is the first test to fail after a torch upgrade. Entries used in every step are aliases or getters written in C,
-which do not cost a Python call.
+All of these names exist in torch 2.11 to 2.13. A later version may remove any of them. If a name is missing, code that
+uses it raises AttributeError or ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses
+every entry, so it is the first test to fail after a torch upgrade. Entries used in every step are aliases or getters
+written in C, which do not cost a Python call.
 
 Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
 """
@@ -40,7 +40,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Make a loader create a new iterator for its next epoch.
 
-    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old batches.
+    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old iterator.
     """
     loader._iterator = None
 
@@ -342,7 +342,7 @@ expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_registe
 
 
 def fsdp_parameters(root: nn.Module) -> list[Any]:
-    """Return FSDP's state for each sharded parameter. A module has one parameter group or several, by torch version."""
+    """Return FSDP's state for each sharded parameter. In some torch versions, a module has several parameter groups."""
     from torch.distributed.fsdp import FSDPModule
 
     states = [fsdp_state(part) for part in root.modules() if isinstance(part, FSDPModule)]
@@ -488,7 +488,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def takes_step_hooks(optimizer: Optimizer) -> bool:
-    """Return True if ``Optimizer.__init__`` has run, which registering hooks requires.
+    """Return True if ``Optimizer.__init__`` has run, which is required to register hooks.
 
     If torch removes this attribute, always returns False, and a step that the user takes by mistake is not detected.
     """

@@ -68,7 +68,7 @@ class ArgumentParser(_Base):
     Args:
         *args: as for jsonargparse's parser.
         description: shown by ``--help``.
-        env_prefix: prefix of the names of environment variables.
+        env_prefix: prefix for the names of environment variables.
         default_env: read values from environment variables.
         **kwargs: as for jsonargparse's parser.
     """
@@ -143,7 +143,7 @@ class ArgumentParser(_Base):
             optimizer_class: the class; a tuple lets the user choose among these classes and their subclasses.
             nested_key: name under which the arguments are added.
             link_to: argument that receives the class and its arguments, as a dict for :func:`instantiate_class`. With
-                ``"AUTOMATIC"``, ``configure_optimizers`` uses the optimizer.
+                ``"AUTOMATIC"``, ``configure_optimizers`` returns the optimizer.
         """
         self._add_one_of(optimizer_class, nested_key, {"params"})
         self.optimizers[nested_key] = (optimizer_class, link_to)

@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Size(tuple[int, int, bool]):
-    """A tensor's number of elements, bits per element, and whether it is floating-point (only then convertible)."""
+    """A tensor's number of elements, bits per element, and whether it is floating-point, which allows conversion."""
 
     def bytes(self, bits: int | None = None) -> int:
         """Return the size in bytes. If ``bits`` is given, floating-point values are converted to that many bits."""
@@ -46,7 +46,7 @@ class Source:
     Attributes:
         what: description of the model and where it was found.
         sizes: each tensor's size, by name.
-        module: the module, built without memory; None if there are only weight files.
+        module: the module, built without allocating memory; None if there are only weight files.
         batch: a batch for the module, also without memory; None if the module's input is unknown.
         loss: ``loss(module, batch)``, if a factory returned such a function.
         notes: assumptions behind the estimate.
@@ -210,7 +210,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
 
 
 def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any], nn.Module]:
-    """Return what builds the model: the class that the config names, or else the auto class for the config's type."""
+    """Return the function that builds the model: the class that the config names, or else transformers' auto class."""
     names = getattr(settings, "architectures", None) or []
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if found is not None:
@@ -328,7 +328,7 @@ def _imported(place: str) -> ModuleType:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Resize a batch by resizing every tensor whose first dimension is the batch dimension."""
+    """Return a batch of another size: resize every tensor whose first dimension is the batch dimension."""
     before = batch_size_of(batch)
 
     def change(tensor: Tensor) -> Tensor:

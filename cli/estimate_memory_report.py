@@ -29,9 +29,9 @@ class Loading:
         dtype: name as in --dtypes.
         weights: size of all weights.
         largest_layer: size of the largest layer, which is never split between devices.
-        inference: peak of a forward pass on one device; only the weights if no batch is known.
+        inference: peak memory of a forward pass on one device; only the weights if no batch is known.
         offloaded: the same peak if weights are offloaded and loaded layer by layer.
-        training: peak of training on one device; None if a model cannot be trained in this dtype.
+        training: peak memory of training on one device; None if a model cannot be trained in this dtype.
     """
 
     dtype: str
@@ -154,7 +154,7 @@ def examine(source: Source, arguments: Namespace) -> Report:
 class Trainings:
     """Estimates training memory with the command's settings.
 
-    Once a training step could not be run, all estimates leave out activations, and a note says why.
+    If a training step cannot be run, this and all later estimates leave out activations, and a note says why.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
@@ -276,7 +276,7 @@ class Verdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Keep doubling the processes until the sharded state divided among them would fit; None if it never does."""
+        """Double the number of processes until sharding the state among them makes it fit; None if it never does."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

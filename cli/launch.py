@@ -145,7 +145,7 @@ def _refuse_deepspeed(settings: Settings) -> None:
             )
     if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
         raise ModuleNotFoundError(
-            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}; or use --use_fsdp, which shards "
+            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}, or use --use_fsdp, which shards "
             "like ZeRO stage 3."
         )
 
@@ -215,7 +215,7 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{shown}"
     raise ValueError(
-        f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Remove it, or use --cpu "
+        f"{settings.origin('multi_gpu').where} needs at least 2 GPUs, but {why}. Remove it, or use --cpu "
         "--num_processes 2 for two processes on the CPU."
     )
 
@@ -236,9 +236,9 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
     if gpus and local > gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"{where} asks for {local} GPUs on this machine, but torch sees {gpus}"
-            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Ask for {gpus} or fewer, or add "
-            "--cpu to run the processes on the CPU."
+            f"{where} needs {local} GPUs on this machine, but torch sees {gpus}"
+            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Use at most {gpus} processes per "
+            "machine, or add --cpu to run them on the CPU."
         )
     return local, f"{where}{'' if gpus else '; ' + _why_no_gpu(settings)}"
 

@@ -109,7 +109,7 @@ class SaveConfigCallback(Callback):
 
 
 def _resumes(trainer: Trainer, stage: str) -> bool:
-    """Return True if this is a fit that resumes an earlier one, possibly in the same folder."""
+    """Return True if this is a fit that resumes an earlier run."""
     request = trainer.current_run.request
     told = trainer.asked_ckpt_path if request is None else request.ckpt_path or trainer.asked_ckpt_path
     return stage == "fit" and (told is not None or is_requeued())
@@ -119,7 +119,7 @@ class TrainerCLI:
     """Runs a Trainer from the command line: ``python train.py fit --model.lr=0.1 --config run.yaml``.
 
     The arguments come from the classes' ``__init__``. The attributes ``trainer``, ``model`` and ``datamodule`` are the
-    created objects, and ``config`` is the parsed config. To change a part of this, override its method.
+    created objects, and ``config`` is the parsed config. To change a step, override its method.
 
     Args:
         model_class: a TrainingModule class, or a function that returns an instance. If None, the user chooses a class
@@ -127,7 +127,7 @@ class TrainerCLI:
         datamodule_class: the same for the DataModule. If None, the user may choose a class with ``--data=Name``.
         save_config_callback: class of the callback that saves the config in the run's folder. If None, the config is
             not saved.
-        save_config_kwargs: arguments of that callback besides the parser and the config.
+        save_config_kwargs: additional arguments for that callback, after the parser and the config.
         trainer_class: the Trainer class, or a function that returns an instance.
         trainer_defaults: values that replace the defaults of Trainer arguments. Callbacks given here are added to the
             user's callbacks.
@@ -385,7 +385,9 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what replaces the result of the module's ``configure_optimizers`` if the user chose an optimizer.
+        """Return the result for the module's ``configure_optimizers`` if the user chose an optimizer.
+
+        Override this to change that result.
 
         Args:
             lightning_module: the module.
@@ -436,7 +438,7 @@ class TrainerCLI:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the Trainer method, with ``before_<subcommand>()`` and ``after_<subcommand>()`` around it if defined."""
+        """Call the Trainer method, after ``before_<subcommand>()`` and before ``after_<subcommand>()`` if defined."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
@@ -487,7 +489,7 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and the scheduler only when the Trainer needs them, when the parameters are final."""
+    """Create the optimizer and the scheduler when the Trainer needs them, because then the parameters are final."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 

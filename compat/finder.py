@@ -51,10 +51,10 @@ class Package:
         version: the version that has these names; programs see it as the installed version.
         modules: the names in each module, by the module's full name.
         constants: values for names that Paceline itself does not use.
-        aliases: maps other packages to the part of this one that they equal, such as ``pytorch_lightning`` to
+        aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
         distributions: names that ``importlib.metadata`` finds installed.
-        fallback: returns the value for a name in no table, or UNKNOWN if it has none.
+        fallback: function that returns the value for a name in no table, or UNKNOWN.
         on_import: called when the first module is imported.
         homepage: the homepage in the metadata.
         check_early: libraries that check only once, at import time, whether the package is installed.
@@ -89,7 +89,7 @@ class Package:
 
 
 class Alias(ModuleType):
-    """A module of a replaced package. Its names refer to Paceline's and are looked up on first use."""
+    """A module of a replaced package. Its names refer to Paceline's objects and are looked up on first use."""
 
     def __init__(self, name: str, package: Package) -> None:
         super().__init__(name, f"{name}, by Paceline.")
@@ -234,7 +234,7 @@ def _normal(name: str) -> str:
 
 
 def install(package: Package) -> bool:
-    """Redirect a package's imports to Paceline; return False if they already are.
+    """Redirect a package's imports to Paceline. Return False if they were already redirected.
 
     Raises:
         RuntimeError: if the real package has already been imported.

@@ -64,7 +64,7 @@ class Logger(ABC):
         """
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log values for one step, which do not have to be numbers, if this logger can show them.
+        """Log values of any type for one step, if this logger can show them.
 
         ``options`` depend on the logger.
         """

@@ -101,7 +101,7 @@ def plain(value: Any) -> Any:
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Flatten nested settings, joining names (``"optimizer/lr"``) and converting all but numbers to strings."""
+    """Flatten nested settings, joining names (``"optimizer/lr"``) and converting values except numbers to strings."""
     leaves = _leaves(plain(params))
     return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}
 

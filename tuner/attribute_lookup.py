@@ -17,7 +17,7 @@ class Place(NamedTuple):
     Attributes:
         holder: the object or mapping.
         key: name of the attribute or entry.
-        words: what messages call it.
+        words: name to use in messages.
     """
 
     holder: Any
@@ -41,7 +41,7 @@ def _get(holder: Any, key: str) -> Any:
 
 
 def _at(holder: Any, path: str, words: str) -> Place | None:
-    """Return the place at a path such as ``"optimizer.lr"``; None if it does not exist or cannot be set."""
+    """Return the :class:`Place` at a path such as ``"optimizer.lr"``; None if it does not exist or cannot be set."""
     *way, key = path.split(".")
     for step in way:
         holder = _get(holder, step)

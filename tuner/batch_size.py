@@ -1,4 +1,4 @@
-"""Find the largest batch that fits into memory by running real steps with growing sizes."""
+"""Run real steps with growing batch sizes to find the largest one that fits into memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """A search and its settings; call it with a prepared run.
+    """A batch size search with its settings. Call it with a prepared run.
 
     Args:
         places: function that finds the attributes that hold the size.
@@ -110,7 +110,7 @@ class SizeSearch:
                 place.set(value)
 
     def search(self, trials: _Trials) -> int:
-        """Double the size until it does not fit, or halve it until it does; ``binsearch`` then narrows it down.
+        """Double the size until it no longer fits, or halve it until it does. ``binsearch`` then refines the result.
 
         ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
         trials.
@@ -310,7 +310,7 @@ def _check_loader(loader: Any) -> None:
     if why:
         raise ValueError(
             f"scale_batch_size cannot change the batch size: {why}. Define train_dataloader() on the module or a "
-            "DataModule, which reads self.batch_size, or pass one DataLoader(dataset, batch_size=...)."
+            "DataModule so that it reads self.batch_size, or pass a single DataLoader(dataset, batch_size=...)."
         )
 
 

@@ -61,7 +61,7 @@ class LearningRateFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.current_run.resumes:
-            messages.info("LearningRateFinder does nothing: the fit continues with the checkpoint's learning rate.")
+            messages.info("LearningRateFinder is skipped, because the fit continues with the saved learning rate.")
             return
         self.lr_find(trainer, pl_module)
 

@@ -129,7 +129,7 @@ class LRFinder:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """A range test and its settings; call it with a prepared run.
+    """A range test with its settings. Call it with a prepared run.
 
     Args:
         attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; if None, it is not checked.
@@ -221,12 +221,12 @@ def check(run: Run) -> None:
     if len(optimizers) != 1:
         raise RuntimeError(
             f"lr_find varies the learning rate of one optimizer, but {owner}.configure_optimizers() returned "
-            f"{len(optimizers)}. Return a single optimizer for the test."
+            f"{len(optimizers)} optimizers. Return a single optimizer for the test."
         )
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
-            f"lr_find does not work for LBFGS, which {owner} uses: LBFGS evaluates the loss several times per step "
-            "and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            f"lr_find does not work with LBFGS, which {owner} uses, because LBFGS evaluates the loss several times per "
+            "step and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
         )
     if run.trainer.limit_train_batches == 0:
         raise ValueError(
@@ -251,8 +251,8 @@ def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
     if made[0] == made[1]:
         where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
         messages.warn(
-            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer whatever that "
-            f"value is, so a fit will not use the rate that lr_find found. Create the optimizer with "
+            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of "
+            f"that value, so a fit will not use the rate that lr_find found. Create the optimizer with "
             f"lr=self.{places[0].key}, or name the attribute that it reads, such as attr_name='hparams.training.lr'."
         )
 

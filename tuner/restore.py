@@ -22,7 +22,7 @@ _MOST_ENTRIES = 10_000
 class Kept:
     """Saves the contents of objects. :meth:`put_back` restores them in place and can be called repeatedly.
 
-    This covers modules, optimizers, plain collections (all recursively), tensors (copied to the host), numpy arrays
+    This covers modules, optimizers and plain collections (recursively), and tensors (copied to the host), numpy arrays
     and random generators. The contents of other objects are not saved.
     """
 

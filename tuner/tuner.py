@@ -51,7 +51,7 @@ class Tuner:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"Tuner() got {messages.a(trainer)}, but it needs the Trainer that will run the fit: "
-                "Tuner(Trainer(...)). The module is passed to lr_find() and scale_batch_size()."
+                "Tuner(Trainer(...)). Pass the module to lr_find() or scale_batch_size()."
             )
         self.trainer = trainer
         self.batch_sizes_tried: list[BatchTrial] = []
@@ -91,8 +91,8 @@ class Tuner:
             early_stop_threshold: stop when the smoothed loss exceeds its lowest value so far by this factor; if None,
                 never stop early.
             update_attr: set the module's attribute to the suggested rate.
-            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``; empty for ``lr`` or
-                ``learning_rate``, as an attribute or a hyperparameter of the module or the DataModule.
+            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``. By default, ``lr`` or
+                ``learning_rate``, an attribute or a hyperparameter of the module or the DataModule.
             weights_only: accepted for compatibility.
 
         Returns:

@@ -93,7 +93,7 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
 
 
 def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
-    """Return the first ``number`` intact checkpoints. Add damaged ones to ``why``: they are kept but not counted."""
+    """Return the first ``number`` intact checkpoints. Add damaged ones to ``why``, so that they are kept."""
     kept: list[Found] = []
     for one in candidates:
         if len(kept) == number:

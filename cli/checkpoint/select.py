@@ -20,7 +20,7 @@ class Found(NamedTuple):
     Attributes:
         path: the file or folder.
         known: the manifest; None if it is missing or broken.
-        problem: a problem that a quick check found; None if it found none.
+        problem: the problem that a quick check found; None if it found no problem.
     """
 
     path: Location

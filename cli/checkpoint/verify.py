@@ -1,4 +1,4 @@
-"""``paceline checkpoint verify``: verify every byte against the checksums."""
+"""``paceline checkpoint verify``: verify every byte of checkpoints against their checksums."""
 
 from __future__ import annotations
 

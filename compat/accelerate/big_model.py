@@ -105,7 +105,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
-    """Return the size in bytes of a module plus the modules with tensors tied to it, and those modules and their names.
+    """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
 
     Each tied tensor counts once.
     """
@@ -182,7 +182,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """Add a module's tensors to ``state_dict``, with values. ``module_name`` is the dotted name of one of them."""
+    """Add the values of a module's tensors to ``state_dict``.
+
+    ``module_name`` is the dotted name of one of the tensors.
+    """
     prefix = module_name.rpartition(".")[0]
     for name, tensor in named_tensors(module, recurse=False):
         state_dict[f"{prefix}.{name}" if prefix else name] = tensor.detach().to(device_to_put_offload)
@@ -214,7 +217,10 @@ def _part_of(module: nn.Module) -> Part | None:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
-    """Context manager that keeps a module's own parameters on a device; by default, where an offloaded module runs."""
+    """Context manager that puts a module's own parameters on a device.
+
+    The default is the device on which an offloaded module runs.
+    """
     part = _part_of(module) if execution_device is None else None
     if part is not None:
         part.enter()
@@ -255,7 +261,7 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Make a module move its inputs, and each of its parts its weights, to the execution device.
+    """Make a module move its inputs to the execution device, and its parts load their weights there when they run.
 
     ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` is ignored.
     """

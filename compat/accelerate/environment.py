@@ -112,13 +112,13 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the device type, and the name of the DistributedType for several such devices."""
+    """Return the device type, and the name of the DistributedType for training on several such devices."""
     kind = find_kind("auto")
     return kind, {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}.get(kind, "NO")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compare a version, or a library's version, with the required one by ``">="``, ``">"``, ``"=="`` and so on."""
+    """Compare a version, or a library's version, with the required version, using an operator such as ``">="``."""
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -129,7 +129,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare torch's version (without suffixes such as ``+cpu``) with another by ``">="``, ``">"`` and so on."""
+    """Compare torch's version (without suffixes such as ``+cpu``) with another, using an operator such as ``">="``."""
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's exceptions. Paceline raises Python's; if it replaces Lightning, each one is also Lightning's."""
+"""Lightning's exceptions. Paceline raises Python's own, which are also Lightning's when it replaces Lightning."""
 
 from __future__ import annotations
 

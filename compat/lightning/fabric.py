@@ -223,7 +223,7 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up the optimizers of modules that have been set up. Return the optimizer, or a tuple if several."""
+        """Set up the optimizers of modules that have been set up. Return the optimizer, or a tuple of several."""
         self._refuse_wrapped("setup_optimizers", *optimizers)
         found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
         self._watch(found)
@@ -538,10 +538,10 @@ def _has_state(value: Any) -> bool:
 def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, choose in filter.items():
         if name not in state:
-            raise ValueError(f"fabric.save(filter=...) {messages.unknown('entry', name, list(state))}")
+            raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function of a key and a "
-                "value."
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function that takes a "
+                "key and a value."
             )
     return filter

@@ -54,7 +54,7 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Make calls of a method of the module go through the strategy and its precision, like calls of forward."""
+        """Make calls to one of the module's methods go through the strategy and its precision, as for forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(

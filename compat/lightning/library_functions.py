@@ -311,7 +311,7 @@ def disable_possible_user_warnings(module: str = "") -> None:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return True if a function has a parameter, accepts ``*args`` (unless ``explicit``), or has enough parameters."""
+    """Return True if a function has ``param``, ``*args`` (unless ``explicit``), or at least ``min_args`` parameters."""
     found = inspect.getfullargspec(inspect.unwrap(hook_fx))
     names = found.args[1:] if found.args[:1] == ["self"] else found.args
     takes_any = not explicit and found.varargs is not None

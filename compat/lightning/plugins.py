@@ -44,7 +44,7 @@ def _trainer(strategy: Strategy) -> Any:
 
 
 def _of_trainer(name: str, otherwise: Any = None) -> property:
-    """Create a strategy's property that reads the same attribute of its Trainer."""
+    """Create a property for strategies that reads the attribute ``name`` of the strategy's Trainer."""
 
     def get(strategy: Strategy) -> Any:
         trainer = _trainer(strategy)

@@ -345,8 +345,8 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--multi_gpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but torch sees 0"),
-        (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but --cpu leaves 0"),
+        (["--multi_gpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but torch sees 0"),
+        (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but --cpu leaves 0"),
         (["--tpu", "train.py"], "--tpu: Paceline runs on devices that torch itself supports"),
         (["--megatron-lm-tp-degree", "2", "train.py"], "--megatron-lm-tp-degree: Megatron-LM is not supported."),
         (["--fp8_backend", "te", "train.py"], "--fp8_backend: 8-bit training is not supported."),
@@ -382,7 +382,7 @@ def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     monkeypatch.setattr(module, "_count_gpus", lambda: 2)
     status, _, err = launched(capfd, "--num_processes", "3", "--gpu_ids", "0,5", script(TELL))
     assert status == FAILED
-    assert "asks for 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
+    assert "needs 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
 
 
 @pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])

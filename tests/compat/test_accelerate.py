@@ -400,7 +400,7 @@ def test_a_gradient_state_is_that_of_the_accelerator_made_last(accelerate: Any) 
     assert "mixed_precision" in inspect.signature(accelerate.Accelerator).parameters
     del first, second
     gc.collect()
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="none exists"):
         GradientState()
 
 

@@ -63,7 +63,7 @@ def test_files_are_written_whole_and_read_with_and_without_loading_their_values(
     assert library_functions.get_filesystem(path).isfile(str(path))
     assert library_functions.is_local(path)
     assert not library_functions.is_local("s3://bucket/x")
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         library_functions.lazy_load(tmp_path / "other.pt")
 
 

@@ -462,7 +462,7 @@ class Exact(FromHooks):
 def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
     with pytest.raises(RuntimeError, match="Manual uses manual optimization"):
         Tuner(Trainer(**QUIET)).lr_find(Manual())
-    with pytest.raises(RuntimeError, match="does not work for LBFGS, which Exact uses"):
+    with pytest.raises(RuntimeError, match="does not work with LBFGS, which Exact uses"):
         Tuner(Trainer(**QUIET)).lr_find(Exact())
     with pytest.raises(ValueError, match="changes accumulate_grad_batches, which works only in training"):
         tuned(9, Manual(), effective_batch=8)
