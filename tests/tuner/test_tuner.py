@@ -469,7 +469,9 @@ def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
 
 
 def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
-    with pytest.raises(TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*passed to lr_find\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*Pass the module to lr_find\(\)"
+    ):
         Tuner(Net())  # type: ignore[arg-type]
     wanted = r"The Tuner got the class Net as its module, but needs a TrainingModule object\. Did you mean Net\(\)\?"
     with pytest.raises(TypeError, match=wanted):
