@@ -1,4 +1,4 @@
-"""Loggers. Each class is imported when it is first used."""
+"""Loggers. Each class is imported on first use."""
 
 from __future__ import annotations
 

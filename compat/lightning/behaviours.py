@@ -1,4 +1,4 @@
-"""Behavior that programs written for Lightning expect; the stand-in applies it to Paceline's classes."""
+"""Behavior that programs written for Lightning expect, added to Paceline's classes when they replace Lightning's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .exceptions import SIGTERMException, exiting, translated
 from .testing import complete_mocks, is_logger
 from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
 
-#: Modules of Paceline, their classes, and the methods whose errors programs catch as Lightning's.
+#: Paceline's modules, their classes, and the methods whose errors programs catch as Lightning's.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
     "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
@@ -36,7 +36,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: Prefixes of the names of profiled actions, in Paceline and in Lightning.
+#: Prefixes of profiled actions' names, in Paceline and in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -44,7 +44,7 @@ _ACTIONS = {
 }
 
 
-#: Strategies that take additional arguments under the stand-in, as Lightning's do.
+#: Strategies that accept additional arguments when they replace Lightning's.
 _STRATEGIES = {
     "strategies.base": "SingleDevice",
     "strategies.ddp": "DDPStrategy",
@@ -131,7 +131,7 @@ def _translate_errors() -> None:
                 function = getattr(owner, method)
                 setattr(owner, method, translated(function))
                 if method == "__init__":
-                    with suppress(NameError):  # of a type that only type checkers import
+                    with suppress(NameError):  # for a type that only type checkers import
                         function.__annotations__ = get_type_hints(function)
 
 
@@ -175,7 +175,7 @@ def _action(name: str) -> str:
 
 
 def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[str, Tensor]:
-    """Values for the loggers as tensors: those that were sent, and newer ones of training steps."""
+    """Return the values for the loggers as tensors: those already sent, and newer ones from training steps."""
     found = {name: torch.tensor(value) for name, value in sent(trainer).items()}
     store, monitored = trainer.current_run.metrics, trainer.callback_metrics
     for stage, record in store.known():
@@ -185,11 +185,11 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
 
 
 def _same_state(state: Any, other: Any) -> bool:
-    """Whether two states are of the same kind of run, at the same stage, with the same status."""
+    """Return True if two states have the same kind of run, stage and status."""
     names = ("fn", "stage", "status")
     return type(other) is type(state) and all(getattr(state, name) == getattr(other, name) for name in names)
 
 
 def _interruption(signum: int) -> BaseException:
-    """What ends a run by a signal."""
+    """Return the exception that stops a run after a signal."""
     return SIGTERMException(SIGTERMException.code) if signum == signal.SIGTERM else interruption(signum)

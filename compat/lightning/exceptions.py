@@ -1,4 +1,4 @@
-"""Lightning's exceptions. Paceline raises Python's own; under the stand-in each is Lightning's as well."""
+"""Lightning's exceptions. Paceline raises Python's own, which are also Lightning's when it replaces Lightning."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
-    """An argument, or something that a program defines, is invalid."""
+    """An argument, or something else that a program defines, is invalid."""
 
 
 class SIGTERMException(SystemExit):
-    """SIGTERM ended the run."""
+    """SIGTERM stopped the run."""
 
     code = 143
 
 
-#: What Paceline raises where Lightning raises MisconfigurationException.
+#: The errors that Paceline raises where Lightning raises MisconfigurationException.
 _MEANT = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
 
 
@@ -31,7 +31,7 @@ def _joined(kind: type[Exception]) -> type[Exception]:
 
 
 def _is_own(traceback: TracebackType | None) -> bool:
-    """Whether the exception was raised in Paceline's own code."""
+    """Return True if the exception was raised in Paceline's own code."""
     module = ""
     while traceback is not None:
         module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next

@@ -132,7 +132,7 @@ def test_show_tells_the_manifest_and_with_keys_what_is_inside(tmp_path: Path, ca
 
 def test_show_of_a_folder_names_one_of_its_checkpoints(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 4)
-    assert f"Pass one, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
+    assert f"Pass one checkpoint, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -270,7 +270,9 @@ def test_a_lightning_file_gets_a_manifest(tmp_path: Path, capsys: Any) -> None:
 def test_what_is_there_is_not_overwritten_and_a_format_is_needed(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 1)
     assert "already exists" in said(capsys, "export", path, path, "--format", "full", status=2)
-    assert "Pass --format safetensors, full, weights" in said(capsys, "export", path, tmp_path / "y", status=2)
+    assert "Pass --format with one of safetensors, full, weights" in said(
+        capsys, "export", path, tmp_path / "y", status=2
+    )
 
 
 def test_a_folder_in_parts_becomes_one_file(tmp_path: Path, capsys: Any) -> None:
