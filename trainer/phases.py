@@ -40,4 +40,4 @@ LR_SCHEDULER_STEP = Moment("lr_scheduler_step", instead="training_step (or use t
 BATCH_TRANSFER = Moment("a batch-transfer hook", instead="the step that gets the batch")
 ON_TRAIN_END = Moment("on_train_end, on_fit_end or teardown", instead="on_train_epoch_end")
 ON_EVAL_END = Moment("on_{stage}_end", instead="on_{stage}_epoch_end")
-PREDICT = Moment("predict, which has no metrics", instead="validation_step or test_step")
+PREDICT = Moment("predict", instead="validation_step or test_step")

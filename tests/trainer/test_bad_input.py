@@ -116,7 +116,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass 1 or more")),
     ("val_check_interval", 1.5, ValueError, ("val_check_interval=1.5", "out of range", "Pass a float in (0.0, 1.0]")),
     ("val_check_interval", "often", ValueError, ("val_check_interval", "'often'", "'DD:HH:MM:SS'", "timedelta")),
-    ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "longer duration")),
+    ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "positive duration")),
     ("val_check_interval", [1], TypeError, ("val_check_interval=[1]", "a list", "Pass a fraction")),
     ("val_check_interval", True, TypeError, ("val_check_interval=True", "a bool", "Pass a fraction")),
     ("check_val_every_n_epoch", 0, ValueError, ("check_val_every_n_epoch=0", "out of range", "1 or more", "None")),
@@ -306,12 +306,12 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"gradient_clip_algorithm": "value"},
         ValueError,
-        ("gradient_clip_algorithm='value'", "clips nothing", "Pass gradient_clip_val too"),
+        ("gradient_clip_algorithm='value'", "has no effect", "Pass gradient_clip_val too"),
     ),
     (
         lambda: {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
         ValueError,
-        ("check_val_every_n_epoch=None", "val_check_interval=0.5", "there is no epoch", "number of batches"),
+        ("check_val_every_n_epoch=None", "val_check_interval=0.5", "is a fraction of an epoch", "number of batches"),
     ),
     (
         lambda: {"max_time": "00:01:00:00", "callbacks": [Timer("00:02:00:00")]},
@@ -559,7 +559,13 @@ def test_arguments_of_methods_that_do_nothing_are_refused(trainer: Trainer) -> N
 
 
 def test_saving_before_any_run_says_what_to_call(trainer: Trainer) -> None:
-    refused(lambda: trainer.save_checkpoint("a.ckpt"), AttributeError, "'a.ckpt'", "no module to save", "Call fit")
+    refused(
+        lambda: trainer.save_checkpoint("a.ckpt"),
+        AttributeError,
+        "'a.ckpt'",
+        "before the Trainer had a module to save",
+        "Call fit",
+    )
 
 
 def test_a_module_given_after_its_loaders_is_told_the_order(trainer: Trainer) -> None:
@@ -567,7 +573,7 @@ def test_a_module_given_after_its_loaders_is_told_the_order(trainer: Trainer) ->
         lambda: trainer.fit(tiny_loader(), TinyModule()),  # type: ignore[arg-type]
         TypeError,
         "Trainer.fit() got DataLoader as its module",
-        "The module comes first, the loaders after it",
+        "Pass the module first, then the loaders",
     )
 
 
@@ -751,7 +757,7 @@ def test_a_loss_that_is_not_finite_stops_under_detect_anomaly(value: float, quie
         "Mine.training_step returned a loss of",
         "nan" if value != value else "inf",
         "detect_anomaly=True",
-        "Look at the batch and the learning rate",
+        "Check the batch and the learning rate",
     )
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
@@ -771,7 +777,7 @@ def test_a_module_without_optimizers_is_refused_with_an_example(trainer: Trainer
 
 def test_configure_optimizers_may_return_none_and_is_warned_about(trainer: Trainer) -> None:
     module = with_method("configure_optimizers", lambda self: None)
-    with pytest.warns(UserWarning, match=r"Mine\.configure_optimizers\(\) returned None: .*\. Return the optimizer"):
+    with pytest.warns(UserWarning, match=r"Mine\.configure_optimizers\(\) returned None, .*\. Return an optimizer"):
         trainer.fit(module, tiny_loader())
     assert trainer.global_step == 4
 
@@ -1155,7 +1161,7 @@ def test_what_a_module_brings_may_not_contradict_the_trainer(quiet: dict[str, An
     ("value", "error", "parts"),
     [
         ("high", TypeError, ("self.log('x')", "'high' (str)", "a number", "self.logger.experiment")),
-        (torch.ones(3), ValueError, ("self.log('x')", "shape (3,)", "one number is needed", "Log value.mean()")),
+        (torch.ones(3), ValueError, ("self.log('x')", "shape (3,)", "a single number is needed", "Log value.mean()")),
         ([1.0], TypeError, ("self.log('x')", "[1.0] (list)", "a number", "self.log_dict")),
         (None, TypeError, ("self.log('x')", "None (NoneType)", "a number")),
     ],
@@ -1197,7 +1203,7 @@ def test_logging_where_no_metrics_are_kept_says_where_to_log(
         lambda: getattr(trainer, entry)(module, tiny_loader()),
         RuntimeError,
         "self.log('x') was called in",
-        "no metrics are kept",
+        "metrics cannot be logged",
         "Log it in",
         instead,
     )
@@ -1210,7 +1216,7 @@ def test_logging_a_step_value_where_there_is_no_step_is_refused(trainer: Trainer
         ValueError,
         "self.log('x', on_step=True)",
         "once per epoch",
-        "Leave on_step out",
+        "Leave out on_step",
     )
 
 

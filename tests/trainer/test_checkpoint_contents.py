@@ -301,7 +301,7 @@ def test_strict_loading_may_be_switched_off_in_the_class(tmp_path: Path):
 
 def test_a_fit_cannot_go_on_from_weights_only(tmp_path: Path):
     fit().save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    with pytest.raises(ValueError, match=r"holds weights only .*TinyModule\.load_from_checkpoint\(path\)"):
+    with pytest.raises(ValueError, match=r"contains only weights .*TinyModule\.load_from_checkpoint\(path\)"):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
 

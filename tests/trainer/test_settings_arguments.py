@@ -140,7 +140,7 @@ def test_what_was_taken_is_said_with_its_place(elsewhere: Any, caplog: pytest.Lo
     elsewhere("mixed_precision: bf16\nuse_fsdp: true\n")
     fill_in(OPEN)
     (line,) = caplog.messages
-    assert line.startswith("Trainer takes from the settings: precision='bf16-mixed' (")
+    assert line.startswith("Trainer takes these arguments from the settings: precision='bf16-mixed' (")
     assert "c.yaml: mixed_precision), strategy='FSDPStrategy' (" in line
 
 
@@ -200,7 +200,7 @@ def test_lightnings_variables_give_arguments_that_code_leaves_out_and_one_line_s
     assert (trainer.limit_train_batches, trainer.detect_anomaly) == (0.5, True)
     assert (trainer.default_root_dir, trainer.precision) == (str(tmp_path / "x"), "bf16-mixed")
     (line,) = caplog.messages
-    assert line.startswith("Trainer takes from the settings: ")
+    assert line.startswith("Trainer takes these arguments from the settings: ")
     for name in ("limit_train_batches=0.5", "detect_anomaly=True", "precision='bf16-mixed'", "devices=1"):
         assert f"{name} (PL_TRAINER_{name.partition('=')[0].upper()})" in line
     assert "max_epochs" not in line
