@@ -207,7 +207,7 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
     lost = [one for one in others if one.origin.place != "default" and one.value != first.value]
     if lost:
         against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
-        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; this overrides {against}.")
+        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}, which overrides {against}.")
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:

@@ -285,8 +285,8 @@ class Request:
     """The arguments of one call to an entry point.
 
     Attributes:
-        again: whether the run restarts from one of its own checkpoints, and its loggers continue.
-        trial: whether the request comes from a :class:`~..tuner.tuner.Tuner`, and loads no checkpoint.
+        again: whether the run restarts from one of its own checkpoints, so that its loggers continue.
+        trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn

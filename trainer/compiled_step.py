@@ -136,7 +136,7 @@ class WholeStep:
             batch: the batch, on its device.
             batch_idx: its index in the epoch.
             by_items: whether ``num_items`` is expected.
-            before: items of the window's earlier micro-batches, float64 of shape (), or None.
+            before: the number of items in the window's earlier micro-batches, a float64 tensor of shape (), or None.
             complete: whether this is the window's last micro-batch.
             factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 
@@ -216,15 +216,15 @@ class WholeStep:
         for call in self.heard:
             if call.options.enable_graph:
                 raise ValueError(
-                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.run.trainer.compile!r}): "
-                    "the compiled step runs backward, which frees the value's graph. Leave out enable_graph, or use "
-                    "compile=True."
+                    f"self.log({call.name!r}, enable_graph=True) does not work with "
+                    f"Trainer(compile={self.run.trainer.compile!r}), because the compiled step runs backward, which "
+                    "frees the value's graph. Leave out enable_graph, or use compile=True."
                 )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found
 
     def problem(self, error: Exception) -> RuntimeError:
-        """The error for a step that torch cannot trace into one graph."""
+        """Return the error for a step that torch cannot trace into one graph."""
         why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
         return RuntimeError(
             f"Trainer(compile='step') compiles {self.owner}.training_step and the optimizer's step into one graph, "

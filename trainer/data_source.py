@@ -153,14 +153,14 @@ class DataSource:
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks for each batch whether every rank has one; None if the number is known."""
+        """Return a function that checks for each batch whether every rank has one; None if their number is known."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again if ``reload_dataloaders_every_n_epochs`` says so."""
+        """Call the loader hooks again if they are due by ``reload_dataloaders_every_n_epochs``."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
@@ -174,8 +174,8 @@ class DataSource:
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
                     f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count across "
-                    "epochs."
+                    "so validation would never run. Lower val_check_interval, or set check_val_every_n_epoch=None to "
+                    "count across epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -241,7 +241,7 @@ class DataSource:
         return self.run.state.fn == "fit" and self.run.trainer.reload_dataloaders_every_n_epochs > 0
 
     def _keeps_validation_until(self) -> int | float:
-        """The epoch from which a validation needs new loaders.
+        """Return the first epoch in which validation needs new loaders.
 
         The sanity check's loaders are kept if the same epoch validates too.
         """
@@ -265,7 +265,7 @@ class DataSource:
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """Restore the loaders at the end of a run to how they were passed, and end their worker processes."""
+        """At the end of a run, restore the loaders to the state they were passed in, and stop their workers."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):
@@ -277,7 +277,7 @@ class DataSource:
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Show the loaders that were passed to a run in other processes, and their numbers of batches."""
+        """Take over the loaders and the numbers of batches of a run in other processes."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
@@ -288,7 +288,7 @@ class DataSource:
             self._shown[kind] = None if given is None else in_structure(given, self.eval[kind][0])
 
     def name_of(self, leaf: Any) -> str | None:
-        """The name to show for one of this run's loaders (``val_dataloader 1``); None for another run's loader."""
+        """A name for a loader of this run, such as ``val_dataloader 1``, for messages; None for any other loader."""
         if any(one is leaf for one in leaves_of(self.train_loader)):
             return HOOK["train"]
         for kind, (loaders, _) in self.eval.items():
@@ -312,6 +312,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last one."""
+        """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return self.run.strategy.device.type == "cuda" or unknown

@@ -94,8 +94,8 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         found.append(timer)
     elif grace_seconds:
         raise ValueError(
-            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no time limit to stop before. Pass "
-            "max_time, or leave out grace_seconds."
+            f"Trainer(grace_seconds={grace_seconds!r}) has no effect without max_time, because there is no time limit "
+            "to stop before. Pass max_time, or leave out grace_seconds."
         )
     check_state_keys(found)
     return order(found)

@@ -51,7 +51,7 @@ class EvalLoop:
         self.fetched: tuple[Any, int, int] = (None, 0, 0)
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
-        """The bound hooks ``on_<stage>_<moment>``."""
+        """Return the bound hooks ``on_<stage>_<moment>``."""
         return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
@@ -238,8 +238,9 @@ class EvalLoop:
     def may_stop(self, known: float) -> bool:
         """Return True if a signal may stop this pass between two batches.
 
-        It may not in a fit, which finishes its validations, or if ranks may have different numbers of batches (the
-        length is not ``known``), because ranks at the end of the pass would wait for the ranks that stopped.
+        A pass must not stop inside a fit, which finishes its validations, or if ranks may have different numbers of
+        batches (the length is not ``known``), because ranks at the end of the pass would wait for the ranks that
+        stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1

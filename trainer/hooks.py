@@ -25,7 +25,7 @@ def method_of(owner: Any, name: str, base: type) -> Bound:
 
 
 class HookTable:
-    """The callables of each hook in call order, with ``trainer`` and module already applied.
+    """The callables of each hook in call order, with ``trainer`` and the module already bound.
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
     end of a batch or a validation, callbacks with ``runs_last`` come after the module, to save what its hook did.

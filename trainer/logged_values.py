@@ -51,7 +51,7 @@ class LoggedValues(dict[str, Value]):
 
 
 class CallbackValues(LoggedValues["Tensor"]):
-    """``trainer.callback_metrics``. Values set in it can be monitored too, until a value of that name is logged."""
+    """The dict ``trainer.callback_metrics``. Values set in it can be monitored until a value of that name is logged."""
 
     __slots__ = ("_store",)
 
@@ -69,7 +69,7 @@ class CallbackValues(LoggedValues["Tensor"]):
 
 
 def callback_values(store: MetricStore) -> CallbackValues:
-    """``trainer.callback_metrics``."""
+    """Return the dict ``trainer.callback_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         if record.options.rank_zero_only:
@@ -81,7 +81,7 @@ def callback_values(store: MetricStore) -> CallbackValues:
 
 
 def bar_values(store: MetricStore) -> LoggedValues[float]:
-    """``trainer.progress_bar_metrics``."""
+    """Return the dict ``trainer.progress_bar_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         return "" if record.options.prog_bar else "logged without prog_bar=True"
@@ -90,7 +90,7 @@ def bar_values(store: MetricStore) -> LoggedValues[float]:
 
 
 def sent_values(store: MetricStore) -> LoggedValues[float]:
-    """``trainer.logged_metrics``."""
+    """Return the dict ``trainer.logged_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         if not record.logger:

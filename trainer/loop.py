@@ -1,4 +1,4 @@
-"""The loop over epochs and batches. ``callbacks/base.py`` shows the order in which it runs."""
+"""The loop over epochs and batches. ``callbacks/base.py`` shows the order of its hooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPOCH_VALUES, TRAIN_END = Pending.EPOCH_VALUES, Pending.TRAIN_END
 
 
 class FitLoop:
-    """One fit. Everything that depends on the configuration is bound before the first batch.
+    """Runs one fit. Everything that depends on the configuration is bound before the first batch.
 
     Args:
         run: the prepared run, with its module set up.
@@ -203,7 +203,7 @@ class FitLoop:
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """The epoch's batches on the device, in an order that depends only on (seed, epoch)."""
+        """Return the epoch's batches on the device, in an order that depends only on (seed, epoch)."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
@@ -243,7 +243,7 @@ class FitLoop:
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def place_in_data(self) -> dict[str, Any]:
-        """This rank's position in the data for a checkpoint; the prefetched batch is fetched again unchanged."""
+        """Return this rank's position in the data for a checkpoint; a resume fetches a prefetched batch again."""
         if self.resumed is not None:
             return self.resumed.place_in_data()
         batches = None if self.state.epoch_done else self._fetched

@@ -22,7 +22,7 @@ class LossReader:
 
     Attributes:
         together: whether a callback skips a batch on either all ranks or none.
-        form_known: whether a loss has been read, whose form later losses must have.
+        form_known: whether a loss has been read; later losses must have the same form.
         by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 
@@ -52,7 +52,7 @@ class LossReader:
         return loss if items is None else self.window.weigh(loss, items)
 
     def finish_window(self) -> Tensor:
-        """Return the factor, of shape (), from the window's summed gradients to the mean over all ranks' items."""
+        """Return the factor that converts the window's summed gradients to the mean over all ranks' items; shape ()."""
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,9 +92,9 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
-                "the weights are corrupted. Check the batch and the learning rate. If the problem arose in backward, "
-                "torch's anomaly trace names the operation."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run here, "
+                "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
+                "backward, torch's anomaly trace names the operation."
             )
         return output
 
@@ -143,7 +143,7 @@ class LossWatch:
             return
         self.warned = True
         messages.warn(
-            f"{name} is {losses[name]} by step {step}, epoch {epoch}. Training continues, but a loss that is not "
+            f"{name} is {losses[name]} as of step {step}, epoch {epoch}. Training continues, but a loss that is not "
             "finite corrupts the weights and every checkpoint saved from then on. Check the data and the learning "
             "rate. The LossGuard callback skips such batches or returns to a good checkpoint. "
             "Trainer(detect_anomaly=True) stops at the first such loss, and names the operation if the problem arose "

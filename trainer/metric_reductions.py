@@ -47,13 +47,13 @@ class Record:
     changes. A value on a device is copied on that device, so that nothing waits for it.
 
     Attributes:
-        fresh: whether it was updated since it was last sent to the loggers.
-        seen: whether it was updated since the epoch began.
+        fresh: whether the value was updated since it was last sent to the loggers.
+        seen: whether the value was updated since the epoch began.
         shared: the epoch's value (across all processes if they share it); None if an update has made it out of date.
         alone: whether the value is not shared, or no other process logs the name.
         dtype: the dtype of the tensor that callbacks monitor.
-        resumed: whether it was restored from a checkpoint and has not been logged since.
-        hook: the hook that logged it first; empty if that was in another process.
+        resumed: whether the record was restored from a checkpoint and has not been updated since.
+        hook: the hook that logged the name first; empty if that was in another process.
         together: whether processes share each step's value (:mod:`.shared_step_values`).
     """
 
@@ -115,7 +115,7 @@ class Record:
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
-        """Return the epoch's value; compute it if it was updated since the last time."""
+        """Return the epoch's value, recomputed if the record was updated since the last call."""
         if self.shared is None:
             self.shared = self.compute(strategy)
         return self.shared
@@ -130,10 +130,10 @@ class Record:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`dump`."""
+        """Restore the state from :meth:`dump`."""
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Add another process's :meth:`dump`."""
+        """Add the state from another process's :meth:`dump`."""
 
 
 class Table(dict[str, Record]):

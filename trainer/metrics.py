@@ -69,7 +69,7 @@ class MetricStore:
         self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the methods that a profiler times in the profiler's ``around``."""
+        """Wrap the methods to be timed in a profiler's ``around``."""
         for name in ("flush_step", "send_epoch", "finish_epoch", "drain"):
             setattr(self, name, around(f"[Logging].{name}", getattr(self, name)))
 
@@ -176,8 +176,8 @@ class MetricStore:
     def muted(self, module: nn.Module) -> Iterator[None]:
         """Context manager in which logged values and updates of the module's torchmetrics do not count.
 
-        It is for a batch that a process runs only because the other processes run one. Names that are first logged here
-        stay known, so that all processes have the same names.
+        It is used for a batch that a process runs only because the other processes run one. Names that are first logged
+        here stay known, so that all processes have the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
@@ -226,7 +226,7 @@ class MetricStore:
 
     @property
     def moment(self) -> Moment:
-        """The part of the run from which ``self.log`` is called now."""
+        """The point in the run from which ``self.log`` is currently called."""
         return self._moment
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class MetricStore:
             )
 
     def finish_epoch(self) -> list[Result]:
-        """Compute the stage's epoch values and reset. Returns (loader, record, value) for each."""
+        """Compute the stage's epoch values and reset the records. Returns a (loader, record, value) for each value."""
         self._share()
         self.progress_bar_metrics()  # the bar's last chance to read step values, which are reset next
         results: list[Result] = []
@@ -433,12 +433,12 @@ class MetricStore:
         return self.state_dict() | {"sent": self.sent, "bar": self.progress_bar_metrics()}
 
     def take_over(self, found: dict[str, Any]) -> None:
-        """Show what a run in another process logged; the values stay on the CPU."""
+        """Take over what a run in another process logged; the values stay on the CPU."""
         self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
         self._bar.keep(found["bar"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state from :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
         self._eval_steps = dict(state["eval"])
 

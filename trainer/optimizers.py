@@ -1,4 +1,4 @@
-"""Accept every form of ``configure_optimizers()``, raise for all others, and wrap the optimizers for the user."""
+"""Convert the accepted forms of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(
-            f"{owner} sets {messages.names(unused, 'and')} of a scheduler, which has no effect under manual "
+            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, which has no effect under manual "
             "optimization. Call step() on self.lr_schedulers() in a hook or step of your own."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:

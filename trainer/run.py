@@ -232,7 +232,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state from :meth:`state_dict`."""
         vars(self).update(state["own"])
         self.metrics = MetricStore(self.state, self.strategy, None)
         self.model = self.module

@@ -94,7 +94,7 @@ class Sharing:
     def _settled(self) -> bool:
         """Return True if the processes meet here.
 
-        They agree on that at the first batch; later, all of them must start at the same time.
+        They agree on that at the first batch. To start meeting later, all of them must start in the same batch.
         """
         if not self._agreed:
             self._agreed = True

@@ -176,7 +176,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
-    """Connect run, module, data and callbacks, and check them before any of their code runs."""
+    """Connect the run, module, data and callbacks, and check them before any of their code runs."""
     loaders = tie(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
@@ -190,7 +190,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
 
 
 def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
-    """Attach module, data and callbacks to the trainer. Returns the loaders, leaving out a DataModule among them."""
+    """Attach the module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -403,7 +403,7 @@ def setup_optimizers(run: Run) -> None:
 
 
 def log_hyperparameters(run: Run) -> None:
-    """Send the hyperparameters of module and DataModule, and the model's graph, to the loggers."""
+    """Send the hyperparameters of the module and the DataModule, and the model's graph, to the loggers."""
     if not run.trainer.loggers or not run.trainer.enable_autolog_hparams or not run.strategy.is_global_zero:
         return
     params: dict[str, Any] = {}
@@ -415,8 +415,9 @@ def log_hyperparameters(run: Run) -> None:
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
                 raise RuntimeError(
-                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
-                    f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
+                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} "
+                    f"and {params[key]!r}. Rename one of them, or exclude it with "
+                    f"save_hyperparameters(ignore=[{key!r}])."
                 )
             params[key] = value
     for logger in run.trainer.loggers:

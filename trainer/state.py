@@ -110,7 +110,7 @@ class RunState:
         return self.next_batch <= self.batch_idx
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as plain data."""
+        """Return the counters as plain data."""
         return {name: getattr(self, name) for name in self.SAVED} | {"pending": self.pending.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

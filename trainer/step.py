@@ -62,9 +62,9 @@ class FreeStep(ManualStep):
 class TrainStep(ManualStep):
     """Forward, backward and, on the last micro-batch of a window, the update.
 
-    A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over
-    the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean
-    over all items of the window on all ranks.
+    A window is ``accumulate_grad_batches`` micro-batches, or fewer at the end of an epoch. Its gradient is the mean
+    over the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the
+    mean over all items of the window on all ranks.
     """
 
     #: The name of the method that runs an update.
@@ -199,9 +199,9 @@ class ClosureStep(TrainStep):
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS does not work: LBFGS evaluates the "
-                "loss of one batch several times, so gradients of earlier batches would be lost. Use a larger batch "
-                "and accumulate_grad_batches=1."
+                f"Trainer(accumulate_grad_batches={self.accumulate}) does not work with LBFGS, because LBFGS "
+                "evaluates the loss of one batch several times, so gradients of earlier batches would be lost. Use a "
+                "larger batch and accumulate_grad_batches=1."
             )
         self.managed = run.managed[0]
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
@@ -311,7 +311,7 @@ class IteratorStep(ManualStep):
 
 
 def no_batch(run: Run) -> None:
-    """Report that the loader yielded None instead of a batch, which is skipped."""
+    """Warn that the loader yielded None instead of a batch, or raise if there are several processes."""
     if run.strategy.world_size > 1:
         raise RuntimeError(
             f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}, but the other "
@@ -332,7 +332,10 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 
 def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
-    """Choose the step for this module and its optimizers; each epoch does, because callbacks may change the window."""
+    """Choose the step for this module and its optimizers.
+
+    Called in every epoch, because callbacks may change the accumulation.
+    """
     module = run.module
     if not run.optimizers:
         return FreeStep(run, forward)
@@ -343,7 +346,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` requires a closure, as that of LBFGS does."""
+    """Return True if ``optimizer.step`` requires a closure, as with LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 

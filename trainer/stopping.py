@@ -81,7 +81,7 @@ class Stops:
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
-        """At the end of the run, end all ranks with a signal that any of them has received in the meantime."""
+        """At the end of the run, stop all ranks if any of them has received a signal in the meantime."""
         self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum

@@ -126,8 +126,8 @@ class Trainer:
         barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
             bare loop.
         plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are written
-            and read), a ClusterEnvironment (how a launcher tells a process its rank), a TorchSyncBatchNorm (the same as
-            ``sync_batchnorm=True``).
+            and read), a ClusterEnvironment (how a launcher tells a process its rank), or a TorchSyncBatchNorm (the same
+            as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: recreate the loaders every n epochs; 0 means never.
         default_root_dir: the folder for logs and checkpoints, unless a logger or callback has its own; the working
@@ -135,8 +135,8 @@ class Trainer:
             working directory.
         enable_autolog_hparams: log the hyperparameters from ``save_hyperparameters`` when a fit starts.
         compile: True or ``"networks"`` compiles the networks in place, ``"step"`` compiles the whole training step with
-            its update, and ``"graphs"`` runs the compiled step as a CUDA graph. A dict has arguments for
-            ``torch.compile``, and one of these words as ``"scope"``. None or False does not compile.
+            its update, and ``"graphs"`` runs the compiled step as a CUDA graph. A dict sets arguments for
+            ``torch.compile``, with one of these words as ``"scope"``. With None or False, nothing is compiled.
         signals: what each signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"`` finishes the
             step, saves and ends the run; ``"requeue"`` also returns the SLURM job to the queue; None leaves the signal
             alone. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
@@ -294,12 +294,12 @@ class Trainer:
                 ``"auto"`` in a job that SLURM requeued).
             weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
             restore: which parts of ``ckpt_path`` to take. With all of them, the default, the fit continues bit for bit
-                as the saved run would have. ``"model"`` is the weights and the DataModule's state. ``"optimizer"`` is
-                the optimizers' state (such as momentum) and the loss scale. ``"schedulers"`` is the schedulers and the
-                optimizers' settings (learning rate, weight decay, ...); without it, the settings from
-                ``configure_optimizers`` apply. ``"loops"`` is the epoch, the step, the position in the data and in the
-                accumulation window, and the values logged so far in the epoch; without it, the fit starts at epoch 0.
-                ``"rng"`` is the random states. ``"callbacks"`` is the callbacks' states.
+                as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
+                ``"optimizer"`` restores the optimizers' state (such as momentum) and the loss scale. ``"schedulers"``
+                restores the schedulers and the optimizers' settings (learning rate, weight decay, ...); without it, the
+                settings from ``configure_optimizers`` apply. ``"loops"`` restores the epoch, the step, the position in
+                the data and in the accumulation window, and the values logged so far in the epoch; without it, the fit
+                starts at epoch 0. ``"rng"`` restores the random states, and ``"callbacks"`` the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -341,7 +341,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
+        """Run ``test_step`` over the test data, with the arguments and result of :meth:`validate`."""
         loaders = {"test": dataloaders}
         request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
         return self._evaluate(request, verbose)
@@ -422,13 +422,13 @@ class Trainer:
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a complete checkpoint of the run, or none, and return once it is on disk.
+        """Write a checkpoint of the run, completely or not at all, and return once it is on disk.
 
         Every rank must call this. A background write is finished first.
 
         Args:
-            filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
-                sharded checkpoints.
+            filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
+                checkpoints.
             weights_only: leave out optimizers, callbacks and random states; a run cannot resume from such a file.
             storage_options: passed to your own CheckpointIO; otherwise it must be None.
 
@@ -469,7 +469,7 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """Prepare to run the request, in this process or in the processes that the strategy's launcher starts."""
+        """Return a function that runs the request, in this process or in those that the strategy's launcher starts."""
         check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
@@ -478,7 +478,7 @@ class Trainer:
         return self.current_run.execute
 
     def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
-        """Run in the processes that the launcher starts."""
+        """Run the request in the processes that the launcher starts."""
         from ..processes.launch import told_if_stopped_early
 
         with told_if_stopped_early(len(self.strategy.device_ids)):
@@ -783,7 +783,7 @@ class Trainer:
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps in the fit, for schedules that need the total. Creates the training loader.
 
-        inf if neither epochs nor steps are limited, or if the loader has no length.
+        It is inf if neither epochs nor steps are limited, or if the loader has no length.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps

@@ -94,8 +94,8 @@ def verify(
 ) -> Report:
     """Train a few steps under each strategy and compare every parameter after every step with one process.
 
-    Each run starts from the module's current weights and runs ``steps`` updates on the same batches; a strategy that
-    splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
+    Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
+    that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
     strategy differs if its error exceeds both ``tolerance`` and ten times the error of one process in the same
     precision. Dropout is switched off, because its masks depend on the process. The module itself is not changed.
 
@@ -219,7 +219,7 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
 
 
 class _Exact(Callback):
-    """Saves the parameters after each update in a file."""
+    """Saves the parameters to a file after each update."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

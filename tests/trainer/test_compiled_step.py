@@ -486,7 +486,9 @@ def test_a_graph_behind_a_logged_value_is_refused(quiet: dict[str, Any]) -> None
             self.log("loss", loss, enable_graph=True)
             return loss
 
-    with pytest.raises(ValueError, match=r"self.log\('loss', enable_graph=True\) under .* Leave out enable_graph"):
+    with pytest.raises(
+        ValueError, match=r"self.log\('loss', enable_graph=True\) does not work with .* Leave out enable_graph"
+    ):
         trained(quiet, Kept(), compile={"scope": "step", "backend": "eager"})
 
 
