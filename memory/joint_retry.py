@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 class Together:
-    """Compares the outcomes of attempts between the processes of the default group, through its store.
+    """Compares the outcomes of attempts across the processes of the default group, through the group's store.
 
     It uses no collective, because a process group is unusable once its ranks have been interrupted at different places.
-    In that case all ranks leave the group and create a new one with the same options.
+    In that case, all ranks leave the group and create a new one with the same options.
     """
 
     def __init__(self) -> None:
@@ -131,6 +131,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Release torch's caches of sharded tensor layouts, because they hold meshes and their process groups."""
+    """Release torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
     forget_layouts()
     gc.collect()

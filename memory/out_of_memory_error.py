@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
         weights: parameters and buffers; if sharded, this process's shards.
         gradients: current gradients.
         optimizer: the optimizers' state.
-        trained: size of all gradients together.
+        trained: total size of all gradients.
         highest: peak memory use: the device's on CUDA, the whole process's elsewhere.
     """
 
@@ -186,7 +186,7 @@ def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
 
 
 def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
-    """Advice that moves weights, gradients and optimizer state to other processes or to host memory."""
+    """Yield advice that moves weights, gradients and optimizer state to other processes or to host memory."""
     strategy, door = now.strategy, now.door
     lasting = sizes.lasting if now.training else sizes.weights
     what = "weights, gradients and optimizer state" if now.training else "weights"

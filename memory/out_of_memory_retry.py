@@ -64,11 +64,11 @@ def find_executable_batch_size(
     attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and on a GPU
     the peak memory.
 
-    Once the processes have joined a process group, they agree on the batch size. An attempt ends when it has ended on
-    all ranks. If any rank ran out of memory, all ranks retry with the same smaller size, including ranks where the
+    Once the processes have joined a process group, they agree on the batch size. An attempt ends once it has finished
+    on all ranks. If any rank ran out of memory, all ranks retry with the same smaller size, including ranks where the
     attempt succeeded; their results are lost. A rank that runs out of memory leaves the group, so ranks that are
     waiting for it in a collective fail after a few seconds. The ranks then join a new group with the same options. With
-    gloo this works only if no variable outside of the function refers to the group. Ranks that run out of memory before
+    gloo, this works only if no variable outside the function refers to the group. Ranks that run out of memory before
     they have joined a group cannot agree. If a rank fails with any other error, all ranks fail.
 
     Args:

@@ -163,7 +163,7 @@ class PyTorchProfiler(Profiler):
                 raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
-                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
+                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
                 "device. Run it on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also records on a CPU."
             )
         self.group_by_input_shapes = group_by_input_shapes
@@ -254,7 +254,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Drop the default schedule if the run is shorter; the number of batches is known only now."""
+        """Drop the default schedule if the run is shorter than it; the number of batches is known only now."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)

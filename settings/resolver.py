@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table of settings. If ``place`` is ``"settings"``, ``where`` names the setting."""
+    """A row of the settings table. If ``place`` is ``"settings"``, ``where`` names the setting."""
 
     name: str
     value: Any
@@ -87,7 +87,7 @@ class Settings(Mapping[str, Any]):
     def print(self, everything: bool = True) -> None:
         """Print the settings, each with its value and origin, on rank 0.
 
-        Without ``everything``, settings that have their default are left out.
+        Without ``everything``, settings with their default value are left out.
         """
         if messages.is_rank_zero():
             messages.answer(self.text(everything))
