@@ -299,7 +299,7 @@ def test_bfloat16_values_are_kept_with_full_sums(quiet: dict[str, Any]) -> None:
 def test_two_loaders_may_not_log_under_one_key(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), add_dataloader_idx=False))
     loaders = [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))]
-    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1; one value would replace the other"):
+    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1, so one value would replace the other"):
         Trainer(**quiet).validate(module, loaders, verbose=False)
 
 
@@ -363,7 +363,7 @@ def test_rank_zero_only_values_cannot_be_monitored(quiet: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("text", TypeError, r"got 'text' \(str\); a number, a tensor with one element"),
+        ("text", TypeError, r"got 'text' \(str\), but a number, a tensor with one element"),
         (None, TypeError, r"got None \(NoneType\)"),
         ({"a": 1}, TypeError, r"self\.log_dict"),
         (torch.ones(3), ValueError, r"tensor of shape \(3,\), but a single number is needed. Log value.mean\(\)"),

@@ -127,7 +127,7 @@ def test_other_forms_are_refused(configured: Any, error: type[Exception], messag
 def test_none_means_no_optimizer_and_is_told(quiet: dict[str, Any]) -> None:
     module = Two(lambda m: None)
     trainer = Trainer(max_epochs=1, **quiet)
-    with pytest.warns(UserWarning, match="returned None: fit runs without an optimizer"):
+    with pytest.warns(UserWarning, match="returned None, so fit runs without an optimizer"):
         trainer.fit(module, [torch.ones(1)] * 2)
     assert (trainer.global_step, trainer.state.batches) == (2, 2)
 
@@ -269,7 +269,7 @@ def test_zero_grad_backward_and_clipping_can_be_overridden(quiet: dict[str, Any]
 
 
 def test_an_empty_list_means_no_optimizer_and_is_told(quiet: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=r"returned \[\]: fit runs without an optimizer"):
+    with pytest.warns(UserWarning, match=r"returned \[\], so fit runs without an optimizer"):
         Trainer(max_epochs=1, **quiet).fit(Two(lambda m: []), [torch.ones(1)])
 
 

@@ -271,7 +271,7 @@ def test_lbfgs_with_accumulation_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2\) with LBFGS"):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2\) does not work with LBFGS"):
         fit(Second(), [data(2)] * 2, accumulate_grad_batches=2)
 
 
