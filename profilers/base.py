@@ -129,7 +129,7 @@ class Profiler:
         """Called after a fit and its teardown, in each process that called ``fit``."""
 
     def describe(self) -> None:
-        """Write or print the report: each process writes its own file, only rank 0 prints."""
+        """Write or print the report. Each process writes its own file, but only rank 0 prints."""
         text = self.summary()
         if not text:
             return
@@ -145,7 +145,7 @@ class Profiler:
         self._stage = None
 
     def path(self, extension: str, *more: str) -> Path:
-        """Return the file path for this stage and process; creates the folder if needed.
+        """Return the file path for this stage and process; create the folder if needed.
 
         The name is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a single-process run.
         """

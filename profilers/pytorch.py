@@ -29,7 +29,7 @@ _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
 class RegisterRecordFunction:
-    """Context that marks each submodule's forward pass with its name in profiles.
+    """Context manager that marks each submodule's forward pass with its name in profiles.
 
     The marks read ``[pl][module]torch.nn.modules.linear.Linear: encoder.0``.
 
@@ -129,7 +129,7 @@ class PyTorchProfiler(Profiler):
     Raises:
         TypeError: torch's profiler does not have this argument.
         KeyError: the table does not have this argument, or it is an argument of PyTorchProfiler itself.
-        RuntimeError: ``emit_nvtx`` without CUDA.
+        RuntimeError: ``emit_nvtx`` is True, but CUDA is not available.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class PyTorchProfiler(Profiler):
                 raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
-                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
-                "device. Run it on a machine with one, or remove emit_nvtx: PyTorchProfiler() also records on a CPU."
+                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
+                "device. Run it on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also records on a CPU."
             )
         self.group_by_input_shapes = group_by_input_shapes
         self.emit_nvtx = emit_nvtx
@@ -205,7 +205,7 @@ class PyTorchProfiler(Profiler):
         self._may_be_short = self._schedule is not None and "schedule" not in self.profiler_kwargs
 
     def _begin(self, whole: bool) -> None:
-        """Start recording; records everything if ``whole`` is True and no schedule was given."""
+        """Start recording; record everything if ``whole`` is True and no schedule was given."""
         if self.emit_nvtx:
             self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
             self._nvtx.__enter__()
@@ -254,7 +254,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Drop the default schedule if the run is shorter; the number of batches is known only now."""
+        """Drop the default schedule if the run is shorter than it; the number of batches is known only now."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)

@@ -45,7 +45,7 @@ class ConfigFile:
 
     Attributes:
         path: the file.
-        values: values by setting name, without empty ones.
+        values: values by setting name, leaving out empty ones.
         keys: the file's key for each of these settings.
         unused: keys of Accelerate that have no meaning in Paceline.
     """
@@ -71,7 +71,7 @@ def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The file to use: from PACELINE_CONFIG_FILE, this folder, or this user, or else Accelerate's.
+    """Return the file to use: the one in PACELINE_CONFIG_FILE, this folder's, this user's, or else Accelerate's.
 
     Raises:
         FileNotFoundError: the file in PACELINE_CONFIG_FILE does not exist.
@@ -109,7 +109,7 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it does not have the format of its suffix, or it has an unknown key, two keys for one setting, an
+        ValueError: the file is not in the format of its suffix, or it has an unknown key, two keys for one setting, an
             invalid value, or a setting that Paceline does not support.
     """
     place = _existing(Path(path).expanduser(), "The configuration path")
@@ -143,9 +143,12 @@ def _suffix(path: Path) -> str:
 
 
 def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
-    """The keys and values of a file; keys in sections as ``section.key``."""
+    """Yield a file's keys and values; a key in a section becomes ``section.key``."""
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{path} contains {messages.a(content)}, not keys with values. Write lines `key: value`.")
+        raise ValueError(
+            f"{path} contains {messages.a(content)}, not keys with values. Write each setting on a line, as `key: "
+            "value`."
+        )
     for key, value in (content or {}).items():
         if key in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", one) for inner, one in value.items())
@@ -154,7 +157,7 @@ def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
-    """The settings that a key of a file sets, with their values."""
+    """Return the settings that a key of a file sets, with their values."""
     section, _, inner = key.rpartition(".")
     prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # the form in older files
     name = _KEYS.get(key) or _KEYS.get(prefixed)
@@ -167,8 +170,8 @@ def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key not in _IDLE:
         known = [*_KEYS, "distributed_type"] if not section else [k for k in _KEYS if k.startswith(f"{section}.")]
         raise ValueError(
-            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see "
-            "`paceline config --help` for the names."
+            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see `paceline "
+            "config --help` for the valid keys."
         )
     if value not in (None, "", [], {}, *_IDLE[key]):
         file.unused.append(key)

@@ -1,4 +1,4 @@
-"""The metrics of the current epoch, saved per rank in a checkpoint and restored."""
+"""Save the current epoch's metrics in a checkpoint, for each rank, and restore them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOMENTS = {moment.name: moment for moment in vars(phases).values() if isinstanc
 
 
 def logged(store: MetricStore, module: nn.Module) -> list[dict[str, Any]]:
-    """What was logged in the current training epoch on this rank, as plain data and CPU tensors."""
+    """Return what this rank has logged in the current training epoch, as plain data and CPU tensors."""
     places = {id(part): name for name, part in module.named_modules()}
     return [_entry(*found, places) for found in store.running(STAGE)]
 
@@ -90,9 +90,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The states of the module's torchmetrics that were updated on this rank, by their name in the module.
+    """Return the states of the module's torchmetrics that this rank has updated, by their name in the module.
 
-    Metrics of a running validation are left out, because a resume repeats it.
+    Metrics of a running validation are left out, because a resume repeats the validation.
     """
     begun = {id(r.metric) for *_, r in store.running("validate") if isinstance(r, MetricRecord)}
     return {

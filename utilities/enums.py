@@ -13,10 +13,10 @@ class GradClipAlgorithmType(str, Enum):
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Whether ``val`` is one of the values."""
+        """Return True if ``val`` is one of the values."""
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod
     def supported_types() -> list[str]:
-        """The values as strings."""
+        """Return the values as strings."""
         return [word.value for word in GradClipAlgorithmType]

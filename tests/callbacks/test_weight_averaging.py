@@ -24,7 +24,7 @@ from paceline.callbacks.weight_averaging import (
 from paceline.messages import PacelineWarning
 from paceline.strategies.base import Strategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*there is no val_dataloader")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no val_dataloader was given")
 
 
 class Net(TrainingModule):

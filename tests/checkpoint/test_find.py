@@ -180,13 +180,18 @@ def test_a_start_of_a_run_that_is_over_says_what_to_raise(tmp_path: Path, caplog
     start(tmp_path / "steps", -1, max_steps=6)
     assert "Nothing to train" not in caplog.text
     for epochs, folder, steps, said in (
-        (2, "epochs", -1, "2 epochs and 8 steps, the limits are max_epochs=2 and max_steps=-1. Raise max_epochs to"),
-        (-1, "steps", 6, "1 epoch and 6 steps, the limits are max_epochs=-1 and max_steps=6. Raise max_steps to"),
+        (
+            2,
+            "epochs",
+            -1,
+            "2 epochs and 8 steps, and the limits are max_epochs=2 and max_steps=-1. Raise max_epochs to",
+        ),
+        (-1, "steps", 6, "1 epoch and 6 steps, and the limits are max_epochs=-1 and max_steps=6. Raise max_steps to"),
     ):
         caplog.clear()
         messages.forget()
         start(tmp_path / folder, epochs, max_steps=steps)
-        assert caplog.text.count(f"Nothing to train: the run has made {said} continue.") == 1
+        assert caplog.text.count(f"Nothing to train: the run has completed {said} continue.") == 1
         assert caplog.text.count("Nothing to train") == 1
 
 

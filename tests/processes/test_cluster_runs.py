@@ -75,7 +75,7 @@ SAID = (
     "no step metrics reach the loggers",
     "improved from",
     "not logged yet",
-    "can neither be stored nor pickled",
+    "cannot be stored or pickled",
     "Step 4: saved",
 )
 

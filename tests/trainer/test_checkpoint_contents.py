@@ -142,7 +142,7 @@ def test_what_a_hook_adds_is_checked_and_named(tmp_path: Path):
 
 def test_hyperparameters_that_are_not_plain_stay_out_with_one_warning(tmp_path: Path):
     trainer = fit(Configured(activation=lambda x: x))
-    with pytest.warns(UserWarning, match=r"left out .*: activation \(function\).*ignore=\['activation'\]"):
+    with pytest.warns(UserWarning, match=r"leave them out: activation \(function\).*ignore=\['activation'\]"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -301,7 +301,7 @@ def test_strict_loading_may_be_switched_off_in_the_class(tmp_path: Path):
 
 def test_a_fit_cannot_go_on_from_weights_only(tmp_path: Path):
     fit().save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    with pytest.raises(ValueError, match=r"holds weights only .*TinyModule\.load_from_checkpoint\(path\)"):
+    with pytest.raises(ValueError, match=r"contains only weights .*TinyModule\.load_from_checkpoint\(path\)"):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -338,10 +338,10 @@ class Scheduled(TinyModule):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Adam, "does not fit optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not fit optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
-        (Frozen, "does not fit optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
-        (Scheduled, "holds 0 learning rate schedulers, but configure_optimizers returned 1"),
+        (Adam, "does not match optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
+        (Groups, "does not match optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
+        (Frozen, "does not match optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
+        (Scheduled, "contains 0 learning rate schedulers, but configure_optimizers returned 1"),
     ],
 )
 def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(tmp_path: Path, module: Any, said: str):
@@ -353,7 +353,7 @@ def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(t
 
 def test_another_number_of_optimizers_is_an_error(tmp_path: Path):
     fit(path=tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="holds 1 optimizers, but configure_optimizers returned 2"):
+    with pytest.raises(ValueError, match="contains 1 optimizers, but configure_optimizers returned 2"):
         fit(Two(), ckpt_path=tmp_path / "x.ckpt")
 
 

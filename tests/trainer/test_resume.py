@@ -326,7 +326,7 @@ def test_best_with_nothing_saved_is_an_error():
 
 
 def test_saving_before_any_run_is_an_error(tmp_path: Path):
-    with pytest.raises(AttributeError, match=r"there is no module to save yet\. Call fit"):
+    with pytest.raises(AttributeError, match=r"before the Trainer had a module to save\. Call fit"):
         Trainer(**QUIET).save_checkpoint(tmp_path / "x.ckpt")
     assert os.listdir(tmp_path) == []
 
