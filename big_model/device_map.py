@@ -57,7 +57,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"device_map does not cover {len(missing)} of the {len(tensors)} tensors in {type(model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, or '' for all others."
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, "
+            "or '' for all others."
         )
     for name, device in device_map.items():
         if device != "disk":

@@ -61,7 +61,7 @@ class Materializer:
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
-        #: The empty tensor (kept alive) and a weak reference to the new one (sharding replaces it), by the empty one's id.
+        #: By the empty tensor's id: the empty tensor (kept alive) and a weak ref to the new one (sharding replaces it).
         self._made: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
         self._find_fillers(root, None)
 
