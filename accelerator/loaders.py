@@ -109,7 +109,7 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._divide()
 
-    # ---- this process's part of the data --------------------------------------------------------------------------------------
+    # ---- this process's part of the data ---------------------------------------------------------------------------
 
     def _divide(self) -> None:
         """Create this process's part of the loader. Every process must call this."""

@@ -330,6 +330,6 @@ def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
 
 def _forgotten(kind: str, name: str) -> str:
     return (
-        f"`{kind}` object no longer has the attribute `{name}`, because `{kind}._reset_state()` was called. Create "
-        f"a new {'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
+        f"`{kind}` object has no attribute `{name}` anymore, because `{kind}._reset_state()` was called. Create a new "
+        f" {'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
     )

@@ -62,7 +62,7 @@ def weight_files(path: Path) -> list[Path]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, but {len(missing)} of them are missing: "
+            f"The index {str(path)!r} names {len(names)} files, but {len(missing)} of them could not be found: "
             f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]
