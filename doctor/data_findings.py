@@ -19,7 +19,7 @@ def _waits_for_data(case: Case) -> Facts | None:
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds of loading a batch in a worker (or this process), and of a step without waiting."""
+    """Return the seconds that loading a batch takes in a worker (or this process), and a step takes without waiting."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)
@@ -27,7 +27,7 @@ def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
 
 
 def wanted_workers(facts: Facts) -> int:
-    """Return how many workers it takes to have the next batch ready when a step ends."""
+    """Return how many workers are needed to have the next batch ready when a step ends."""
     fetch, rest = _fetch_and_rest(facts)
     return max(1, math.ceil(fetch / rest * 1.1))
 
@@ -37,7 +37,7 @@ def _cores(count: int) -> str:
 
 
 def cores_each(facts: Facts) -> int:
-    """Return the cores per process on a machine."""
+    """Return the number of cores per process on a node."""
     return max(1, facts.cores // facts.local_world_size)
 
 
@@ -97,7 +97,7 @@ def too_few_workers(case: Case) -> Finding | None:
 
 
 def too_many_workers(case: Case) -> Finding | None:
-    """Report more workers than cores."""
+    """Report that there are more workers than cores."""
     facts = case[0]
     workers, cores = facts.loader.get("num_workers") or 0, cores_each(facts)
     if workers <= cores or workers < 2:

@@ -22,7 +22,7 @@ def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = accelerator.prepare(model)
-    with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared Sequential .* every micro-batch of 4"):
+    with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared .* each of the 4 micro-batches"):
         accelerator.backward(loss_of(model, data(4)[:]))
     assert optimizer.param_groups
 
@@ -127,7 +127,7 @@ def test_b15_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients
 
 
 def test_a_scaler_in_prepare_is_refused() -> None:
-    with pytest.raises(ValueError, match="Delete the scaler and its lines"):
+    with pytest.raises(ValueError, match="Delete the scaler and all calls to it"):
         Accelerator(cpu=True).prepare(GradScaler("cpu"))
 
 

@@ -214,7 +214,7 @@ def test_split_batches_refuses_a_batch_that_cannot_be_split() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return reversed(list(super().__iter__()))
 
-    with pytest.raises(ValueError, match="cannot cut the batches of a Mine"):
+    with pytest.raises(ValueError, match="cannot split the batches of a Mine"):
         prepared(
             DataLoader(Numbers(8), batch_sampler=Mine(SequentialSampler(range(8)), 2, False)), 0, 2, split_batches=True
         )

@@ -78,7 +78,7 @@ def test_transformers_reads_what_was_saved(tmp_path: Path) -> None:
 def test_wrong_arguments_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     accelerator, model = prepared(nn.Linear(3, 2))
     for size in ("10", "ten GB", 0, -5, True, "0GB"):
-        with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size"):
+        with pytest.raises(ValueError, match=r"max_shard_size=.* is not a valid size"):
             accelerator.save_model(model, tmp_path, max_shard_size=size)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="this is a file"):

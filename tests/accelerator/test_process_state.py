@@ -154,7 +154,7 @@ def test_after_a_reset_a_state_says_what_happened() -> None:
         state.something  # type: ignore[attr-defined]  # noqa: B018
     PartialState._reset_state()
     assert not state.initialized
-    with pytest.raises(AttributeError, match=r"no attribute `num_processes` any more: `PartialState._reset_state\(\)`"):
+    with pytest.raises(AttributeError, match=r"`num_processes` anymore, because `PartialState._reset_state\(\)`"):
         state.num_processes  # noqa: B018
     assert PartialState().num_processes == 1
 
@@ -186,7 +186,7 @@ def test_after_a_reset_an_accelerators_state_says_what_happened() -> None:
     assert state.get_deepspeed_plugin("default") == "mine"
     AcceleratorState._reset_state()
     assert not state.initialized
-    with pytest.raises(AttributeError, match=r"no attribute `mixed_precision` any more.*Make a new Accelerator\(\)"):
+    with pytest.raises(AttributeError, match=r"no attribute `mixed_precision` anymore.*Create a new Accelerator\(\)"):
         state.mixed_precision  # noqa: B018
     assert PartialState().num_processes == 1
 

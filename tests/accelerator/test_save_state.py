@@ -198,7 +198,7 @@ def test_u7_what_the_state_has_and_the_loop_has_not_is_named(tmp_path: Path) -> 
         less.load_state(tmp_path / "s")
     text = str(caught[0].message)
     for part in ("optimizer 0 (AdamW)", "scheduler 0 (StepLR)", "loader 0", "registered object 0 (Counter)"):
-        assert f"{part} of the state, which has no counterpart here" in text
+        assert f"{part} of the state, which has no counterpart in this run" in text
 
 
 def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_b22_a_frozen_base_can_be_left_out(tmp_path: Path, caplog: pytest.LogCap
     assert torch.equal(loaded[2].weight, model[2].weight)
     assert torch.equal(loaded[1].running_mean, model[1].running_mean)
     assert torch.equal(loaded[0].weight, base)
-    assert "the 2 frozen ones keep their current values" in caplog.text
+    assert "The 2 frozen weights keep their current values" in caplog.text
 
 
 def test_a_state_that_is_not_plain_is_an_error_that_names_the_place_and_leaves_the_old_one(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_u21_files_of_safetensors_are_read_by_their_headers_alone(
     assert "2.safetensors' cannot be read: Error while deserializing header: incomplete" in capsys.readouterr().err
     (folder / "2.safetensors").write_bytes(struct.pack("<Q", 2**60))
     assert main(["estimate-memory", str(folder)]) == FAILED
-    assert "The file is damaged or has a different format. Download or write it again." in capsys.readouterr().err
+    assert "The file is damaged or in a different format. Download or write it again." in capsys.readouterr().err
 
 
 def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
