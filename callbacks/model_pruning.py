@@ -360,8 +360,8 @@ def _resampled(part: nn.Module) -> nn.Module:
     reset = getattr(fresh, "reset_parameters", None)
     if reset is None:
         raise ValueError(
-            f"ModelPruning(resample_parameters=True) resets parameters to new random values, but {type(part).__name__} has no "
-            "reset_parameters(). Define that method, or leave this module out of parameters_to_prune."
+            f"ModelPruning(resample_parameters=True) resets parameters to new random values, but {type(part).__name__} "
+            "has no reset_parameters(). Define that method, or leave this module out of parameters_to_prune."
         )
     reset()
     return fresh
@@ -382,7 +382,7 @@ def _name(pruning_fn: Any) -> str:
 
 
 def _function(given: Any, everywhere: bool, dim: int | None, norm: int | None) -> Any:
-    """Return a method class for pruning all parameters together, or a function ``fn(module, name=, amount=)``."""
+    """Return a method class to prune all parameters together, or a function ``fn(module, name=, amount=)``."""
     if isinstance(given, str):
         _check_name(given, dim, norm)
     elif not callable(given):

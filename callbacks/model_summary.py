@@ -252,7 +252,7 @@ def human_readable(number: int) -> str:
 def _check_depth(max_depth: Any, what: str) -> None:
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ValueError(
-            f"{what}: max_depth={max_depth!r} must be a number of levels: 1 for the top level, n for n levels, -1 for all."
+            f"{what}: max_depth={max_depth!r} must be a number of levels: 1 for the top level, n for n, -1 for all."
         )
 
 

@@ -242,7 +242,7 @@ def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
 
 
 def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
-    """Join texts into lines of at most ``width`` columns without breaking a text. Lines after the first are indented."""
+    """Join texts into lines of at most ``width`` columns without breaking a text. Lines after the first get ``indent``."""
     lines: list[str] = []
     for text in texts:
         longer = f"{lines[-1]}{delimiter}{text}" if lines else text
@@ -254,7 +254,7 @@ def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str 
 
 
 def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
-    """Return the line that a finished bar leaves on the screen, wrapped at ``width`` columns; empty for a nested bar."""
+    """Return the line that a finished bar leaves behind, wrapped at ``width`` columns; empty for a nested bar."""
     ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
     return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
 

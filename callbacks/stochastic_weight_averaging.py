@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging: the mean of the last epochs' weights, with its own learning rate schedule."""
+"""Callback for stochastic weight averaging: averages the weights of the last epochs, with its own learning rates."""
 
 from __future__ import annotations
 
