@@ -161,8 +161,8 @@ class ModelPruning(Callback):
         pairs = self._parameters_to_prune
         if any(hasattr(_trained(part, name), "to_local") for part, name in pairs):
             raise RuntimeError(
-                "ModelPruning cannot prune parameters that are sharded across processes. Train with strategy='ddp' or on "
-                "a single device, or remove the callback."
+                "ModelPruning cannot prune parameters that are sharded across processes. Train with strategy='ddp' or "
+                "on a single device, or remove the callback."
             )
         before = self._zeros()
         with torch.inference_mode(False), torch.no_grad():  # validations run in inference mode

@@ -242,7 +242,7 @@ def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
 
 
 def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
-    """Join texts into lines of at most ``width`` columns without breaking a text. Lines after the first get ``indent``."""
+    """Join texts into lines of at most ``width`` columns without breaking a text; indent all lines but the first."""
     lines: list[str] = []
     for text in texts:
         longer = f"{lines[-1]}{delimiter}{text}" if lines else text

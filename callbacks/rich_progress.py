@@ -124,7 +124,7 @@ class RichProgressBar(DrawnProgressBar):
 
 
 def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
-    """Return True if the cursor can be moved. CI services set ``FORCE_COLOR``, which does not make a file a terminal."""
+    """Return True if the cursor can be moved. ``FORCE_COLOR``, which CI services set, is not enough for that."""
     return console.is_terminal and (bool(asked.get("force_terminal")) or is_terminal(console.file))
 
 

@@ -70,7 +70,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """Return the newest checkpoint that a run can start from, and a dict from each newer, unusable one to the reason."""
+    """Return the newest checkpoint that a run can start from, and the newer ones that it cannot, with the reasons."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)

@@ -128,8 +128,8 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     if lacking and apart:
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
-            f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because that runs code "
-            f"named in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because that runs code named "
+            f"in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
