@@ -280,7 +280,7 @@ def holds_loaders(value: Any) -> bool:
 
 
 def close_iterator(iterator: Iterator[Any]) -> None:
-    """Stop an unfinished iterator: close a generator, or shut down a DataLoader's workers unless they are persistent."""
+    """Stop an unfinished iterator: close a generator, or shut down a DataLoader's workers (not persistent ones)."""
     if isinstance(iterator, Generator):
         iterator.close()
     else:
@@ -290,9 +290,8 @@ def close_iterator(iterator: Iterator[Any]) -> None:
 def end_persistent_workers(loader: Any) -> None:
     """Shut down the worker processes, if any, that a loader keeps for its next pass. That pass then starts new ones.
 
-    If they were left to the garbage collector, each would take five seconds to exit, because torch closes the queues
-    through which it tells workers to exit too early (torch 2.13,
-    ``_MultiProcessingDataLoaderIter._shutdown_workers``).
+    If they were left to the garbage collector, each would take five seconds to exit, because torch first closes the
+    queues through which it tells workers to exit (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
     """
     if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:
         forget_iterator(loader)
@@ -318,7 +317,7 @@ def _entries(value: Any) -> Iterable[Any]:
 
 
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
-    """Collect the loaders of a structure in ``leaves``. Return a function that rebuilds it from one value per loader."""
+    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it with one value per loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
     if not is_container or not (outermost or holds_loaders(value)):
         return _compile_leaf(value, leaves, path)

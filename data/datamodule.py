@@ -59,7 +59,7 @@ class DataModule(HyperparametersMixin):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
-        """Called before :meth:`setup`, in one process per node or only one. Download data here, but do not set state."""
+        """Called before :meth:`setup`, in one process per node or only one. Download data here; do not set state."""
 
     def setup(self, stage: str) -> None:
         """Called when fit, validate, test or predict begins, in every process. Create the datasets and splits here."""
@@ -68,7 +68,7 @@ class DataModule(HyperparametersMixin):
         """Called when fit, validate, test or predict has ended, even after an exception, in every process."""
 
     def train_dataloader(self) -> Any:
-        """Return the loader or loaders for training: a DataLoader, any iterable of batches, or a collection of these."""
+        """Return the loader or loaders for training: a DataLoader, an iterable of batches, or a collection of them."""
         raise self._undefined("train_dataloader", "fit")
 
     def val_dataloader(self) -> Any:

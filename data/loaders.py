@@ -38,7 +38,7 @@ def is_loader_collection(loaders: Any) -> bool:
 
 
 def train_loader(loaders: Any) -> Iterable[Any]:
-    """Return a single loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest loader."""
+    """Return a single loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest one."""
     if isinstance(loaders, CombinedLoader):
         if loaders.mode == "sequential":
             raise ValueError(
@@ -445,7 +445,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore. The order of the data will differ from the saved run. To avoid this, pass the saved run's loader to fit."
+            "restore. The order of the data will differ from the saved run. To avoid that, pass the saved loader to fit."
         )
     return positioned
 
@@ -463,7 +463,7 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 
 
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with different samplers; ``inner`` becomes the sampler in a copy of its batch sampler."""
+    """Return a copy of a loader with other samplers; ``inner`` becomes the sampler in a copy of its batch sampler."""
     changes: dict[str, Any] = {"sampler": sampler}
     if inner is not None:
         batches: Any = copy.copy(loader.batch_sampler)

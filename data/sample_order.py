@@ -124,7 +124,7 @@ def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """Return a batch sampler's batches from number ``start`` on, as tensors instead of lists if the order is torch's."""
+    """Return a batch sampler's batches from number ``start`` on, as tensors, not lists, if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the items before the start now. With workers, this is not needed: they already have their first batches."""
+        """Draw the items before the start now. Does nothing with workers, which already have their first batches."""
         if self.start and not self.in_workers:
             next(self.opened)
 
