@@ -84,7 +84,7 @@ class EarlyStopping(Callback):
         if not min_delta >= 0:
             raise ValueError(
                 f"EarlyStopping(min_delta={min_delta!r}) would count a worse metric as an improvement. Pass the size "
-                "of the smallest improvement as a number that is not negative, in both modes."
+                "of the smallest improvement, which is 0 or more in both modes."
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(

@@ -269,7 +269,7 @@ class WeightAveraging(Callback):
         if key not in ("avg_fn", "multi_avg_fn"):
             raise TypeError(
                 f"{name} has no argument {key!r}.{messages.did_you_mean(key, _ARGUMENTS)} "
-                f"Use {messages.names(_ARGUMENTS)}."
+                f"Choose {messages.names(_ARGUMENTS)}."
             )
         if value is not None and not callable(value):
             raise TypeError(
@@ -493,7 +493,7 @@ class EMAWeightAveraging(WeightAveraging):
         choices = (*_ARGUMENTS[:2], *choices, "update_starting_at_epoch")
         raise TypeError(
             f"{type(self).__name__} has no argument {key!r}.{messages.did_you_mean(key, choices)} "
-            f"Use {messages.names(choices)}."
+            f"Choose {messages.names(choices)}."
         )
 
     def _averaging(self) -> AverageMany:

@@ -59,7 +59,7 @@ def _newest(run: Run, word: str, fn: str) -> Location | None:
         where = ", ".join(map(str, folders))
         found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has saved a checkpoint"
         broken = f" Skipped: {listed}." if listed else ""
-        say(f"ckpt_path={word!r}: {found}, so the run starts from scratch.{broken}")
+        say(f"ckpt_path={word!r}: {found}, so the run starts fresh.{broken}")
     elif listed:
         say = messages.info if harmless else messages.warn
         say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")

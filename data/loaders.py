@@ -354,8 +354,8 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
     if isinstance(loader, CombinedLoader):
         lengths = ", ".join(f"{type(leaf).__name__}: {length_of(leaf)}" for leaf in loader.flattened)
         return (
-            f"{what} has no batches, because its CombinedLoader (mode {loader.mode!r}) contains an empty loader. The "
-            f"lengths are [{lengths}]. Fill or remove the empty loaders, or skip all of them with {argument}=0."
+            f"{what} has no batches. Its CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]."
+            f" Fill or remove the empty loaders, or skip all of them with {argument}=0."
         )
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
@@ -445,7 +445,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore. The order of the data will differ from the saved run. To avoid that, pass the saved loader to fit."
+            "restore. The order of the data will differ from the saved run. To avoid that, pass the saved one to fit."
         )
     return positioned
 

@@ -80,7 +80,7 @@ def test_the_users_dict_is_left_as_it_is() -> None:
 
 def test_two_places_that_ask_for_accumulation_are_an_error() -> None:
     trainer = make_trainer(GradientAccumulationScheduler({2: 4}), accumulate_grad_batches=2)
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*both set.*Leave one of them out"):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*both set.*Remove one of them"):
         trainer.fit(TinyModule(), tiny_loader())
     assert trainer.accumulate_grad_batches == 2
 

@@ -92,7 +92,7 @@ def test_the_page_is_made_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "There is no file or folder 'nowhere'"),
+        (["nowhere"], "'nowhere' does not exist"),
         (["empty"], "There is no record of a run"),
         (["text.jsonl"], "'text.jsonl' is not a record of a run"),
         (["newer.jsonl"], "was written by a later version"),
