@@ -103,9 +103,9 @@ After an exception or Ctrl-C, ``on_exception`` and ``teardown`` run; then the ex
 class Callback:
     """Base class of all callbacks. Define the hooks you need and pass an instance to ``Trainer(callbacks=)``.
 
-    A hook that you do not define costs nothing: the trainer checks once, when a run starts. A hook counts as defined if
-    your class or the instance has it; an instance attribute of ``None`` means "not defined". A misspelled hook name or
-    a wrong signature is an error when the run starts.
+    A hook that you do not define costs nothing, because the trainer looks for it only once, when a run starts. A hook
+    counts as defined if your class or the instance has it; an instance attribute of ``None`` means "not defined". A
+    misspelled hook name or a wrong signature is an error when the run starts.
 
     Unless its docstring says otherwise, a hook runs on every rank, may read everything, may set
     ``trainer.should_stop = True``, and must not call a collective on only some ranks.
@@ -167,7 +167,7 @@ class Callback:
     def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
         if not trainer.loggers:
             raise RuntimeError(
-                f"{type(self).__name__} has nowhere to send {values}: the Trainer has no logger (logger=False). "
+                f"{type(self).__name__} has nowhere to send {values}, because the Trainer has no logger (logger=False). "
                 "Pass a logger, such as Trainer(logger=True), or remove the callback."
             )
 
@@ -380,7 +380,7 @@ class Callback:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this callback's state for a checkpoint, as plain data and tensors. An empty dict saves nothing."""
+        """Return this callback's state for a checkpoint, as plain data and tensors. If it is empty, nothing is saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ class CheckpointKeeper(Checkpoint):
             if path is not None or last:
                 self._write(trainer, values, path, None, last)
             if path is not None:
-                messages.info(f"{what} ended the fit. The state is saved in {path!r}.")
+                messages.info(f"{what} ended the fit. The state was saved in {path!r}.")
         except Exception as error:
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
@@ -215,7 +215,7 @@ class CheckpointKeeper(Checkpoint):
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
         else:
             path = self._saved_path if self._saved_step == step else self.last_model_path
-            messages.info(f"{name} ends the fit after step {step}. The state is saved in {path!r}.")
+            messages.info(f"{name} ends the fit after step {step}. The state was saved in {path!r}.")
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
         """Return the files that this step's file would push out of the ranking; None if it would not be ranked."""
@@ -391,8 +391,8 @@ class CheckpointKeeper(Checkpoint):
         """Write the path and score of each kept file, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:
             raise RuntimeError(
-                "ModelCheckpoint.to_yaml() does not know where to write: neither filepath nor dirpath was given, and "
-                "no fit has chosen a dirpath yet. Pass filepath."
+                "ModelCheckpoint.to_yaml() does not know where to write, because neither filepath nor dirpath was "
+                "passed and no fit has chosen a dirpath yet. Pass filepath."
             )
         path = filepath or storage.join(self.dirpath or "", "best_k_models.yaml")
         with storage.location(path).open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Callback that stops training when a metric stops improving, is good enough, or diverges."""
+"""Callback that stops training when a metric stops improving, reaches a threshold, or diverges."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
     if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
             f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but its name suggests "
-            "that higher is better. Pass mode='max', or give the metric another name."
+            "that higher is better. Pass mode='max', or rename the metric."
         )
 
 

@@ -201,7 +201,7 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} worked on {len(added)} optimizers, but {module}."
+                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but {module}."
                 f"configure_optimizers returned {optimizers}. Resume with the module that wrote the checkpoint."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]

@@ -43,7 +43,7 @@ class GradientAccumulationScheduler(Callback):
                 )
             if not _whole(batches, at_least=1):
                 raise ValueError(
-                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) asks for {batches!r} batches per "
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) sets {batches!r} batches per "
                     f"step from epoch {epoch} on. Use a whole number of at least 1."
                 )
         self.scheduling = {0: 1, **scheduling}

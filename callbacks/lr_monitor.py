@@ -70,7 +70,7 @@ class LearningRateMonitor(Callback):
         self._require_logger(trainer, "the learning rates")
         if not trainer.optimizers:
             messages.warn(
-                f"LearningRateMonitor has nothing to log: {type(pl_module).__name__} has no optimizer. "
+                f"LearningRateMonitor has nothing to log, because {type(pl_module).__name__} has no optimizer. "
                 "Return one from configure_optimizers, or remove the callback."
             )
         elif self.log_momentum and not any(_momentum(o.param_groups[0]) for o in trainer.optimizers):

@@ -136,7 +136,7 @@ class ModelCheckpoint(CheckpointKeeper):
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between two saves; 0 if the interval is in steps or time."""
+        """The number of epochs between two saves; 0 if the interval is in steps or time."""
         return self._every_n_epochs
 
     def _set_rhythm(

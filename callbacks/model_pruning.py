@@ -125,8 +125,8 @@ class ModelPruning(Callback):
             found = [(part, name) for part in parts for name in wanted if _is_parameter(part, name)]
             if not found:
                 raise ValueError(
-                    f"ModelPruning has nothing to prune: no submodule of {type(pl_module).__name__} has a parameter "
-                    f"named {messages.names(wanted)}. Pass parameters_to_prune=[(module, name), ...]."
+                    f"ModelPruning has nothing to prune, because no submodule of {type(pl_module).__name__} has a "
+                    f"parameter named {messages.names(wanted)}. Pass parameters_to_prune=[(module, name), ...]."
                 )
             return found
         for part, name in parameters_to_prune:

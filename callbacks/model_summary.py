@@ -179,7 +179,7 @@ class Summary:
 
     @property
     def model_size(self) -> float:
-        """Memory of all parameters in MB (10^6 bytes)."""
+        """The memory of all parameters in MB (10^6 bytes)."""
         return self.parameter_bytes / 1e6
 
     def __str__(self) -> str:

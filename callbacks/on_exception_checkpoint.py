@@ -51,6 +51,6 @@ class OnExceptionCheckpoint(Checkpoint):
         what = type(exception).__name__
         try:
             trainer.save_checkpoint(self.ckpt_path)
-            messages.info(f"{what} ended the fit. The state is saved in {self.ckpt_path!r}.")
+            messages.info(f"{what} ended the fit. The state was saved in {self.ckpt_path!r}.")
         except Exception as error:  # so that the original exception is raised
             messages.warn(f"The state could not be saved after the {what}: {error}")

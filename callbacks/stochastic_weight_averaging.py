@@ -107,7 +107,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """Number of epochs in the average."""
+        """The number of epochs in the average."""
         return self._average.n_averaged if self._average else self._restored.get("n_averaged", 0)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -285,7 +285,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
     ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
     ours["reduce_on_plateau"] = False
     if configs:
-        messages.info(f"{type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
+        messages.info(f"The scheduler {type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
         for name, value in ours.items():
             setattr(configs[0], name, value)
     else:

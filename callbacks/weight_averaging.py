@@ -188,7 +188,7 @@ def one_by_one(avg_fn: AverageOne, averages: list[Tensor], current: list[Tensor]
 
 
 def equal_weights(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
-    """Update the arithmetic mean of all weights so far."""
+    """Update the averages as arithmetic means of all weights so far."""
     get_swa_multi_avg_fn()(averages, current, n_averaged)
 
 

@@ -70,7 +70,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Gives a class ``save_hyperparameters()`` and ``hparams``."""
+    """Adds ``save_hyperparameters()`` and ``hparams`` to a class."""
 
     _hparams: Any = None
     _hparams_initial: Any = None
@@ -271,7 +271,7 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
         messages.warn_once(
             f"The hyperparameters of {owner} contain a module under {messages.names(modules, 'and')}. Its weights are "
             "already in the state_dict, and a hyperparameter file cannot store it. "
-            f"Leave it out: self.save_hyperparameters(ignore={modules!r})."
+            f"Leave it out with self.save_hyperparameters(ignore={modules!r})."
         )
 
 

@@ -139,6 +139,6 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             kept = "use plain data that a checkpoint can store instead, such as a name or numbers to build it from"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
-            f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "
+            f"checkpoint's hyperparameters {held}. Pass it to {cls.__name__}.load_from_checkpoint(path, {again}), or "
             f"{kept}."
         )

@@ -18,7 +18,7 @@ class Rows:
 
     Args:
         data: the dataset.
-        tensors: its tensors, each of shape (samples, ...), on the CPU.
+        tensors: the dataset's tensors, each of shape (samples, ...), on the CPU.
         places: the indices of each ``Subset`` around the tensors, outermost first.
     """
 

@@ -250,7 +250,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         if newest is not None:
             return newest
     raise FileNotFoundError(
-        f"There is no record of a run ({NAME}{SUFFIX}) in {str(given)!r} or its subfolders. To record a run, use "
+        f"{str(given)!r} and its subfolders contain no record of a run ({NAME}{SUFFIX}). To record a run, use "
         "Trainer(callbacks=[RunReport()])."
     )
 

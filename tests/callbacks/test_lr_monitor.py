@@ -229,7 +229,7 @@ def test_a_module_without_optimizer_is_warned_about() -> None:
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log: None_ has no optimizer"):
+    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log, because None_ has no optimizer"):
         run(LearningRateMonitor(), None_())
 
 

@@ -93,7 +93,7 @@ def test_the_page_is_made_without_torch() -> None:
     ("arguments", "said"),
     [
         (["nowhere"], "'nowhere' does not exist"),
-        (["empty"], "There is no record of a run"),
+        (["empty"], "contain no record of a run"),
         (["text.jsonl"], "'text.jsonl' is not a record of a run"),
         (["newer.jsonl"], "was written by a later version"),
         (["known.jsonl", "known.jsonl"], "are the same record"),
