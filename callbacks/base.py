@@ -167,8 +167,8 @@ class Callback:
     def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
         if not trainer.loggers:
             raise RuntimeError(
-                f"{type(self).__name__} has nowhere to send {values}, because the Trainer has no logger (logger=False). "
-                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+                f"{type(self).__name__} has nowhere to send {values}, because the Trainer has no logger "
+                "(logger=False). Pass a logger, such as Trainer(logger=True), or remove the callback."
             )
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -380,7 +380,7 @@ class Callback:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this callback's state for a checkpoint, as plain data and tensors. If it is empty, nothing is saved."""
+        """Return this callback's state for a checkpoint, as plain data and tensors; an empty dict is not saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
