@@ -499,7 +499,7 @@ class CheckpointKeeper(Checkpoint):
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
         """Continue as the run that wrote these files.
 
-        Files that the run no longer got to delete are deleted now. Files that it wrote after the checkpoint that this
+        Files that the run had no time to delete are deleted now. Files that it wrote after the checkpoint that this
         fit resumes from are deleted at the next save, and so is that checkpoint if it is not ranked.
         """
         start, files = storage.absolute(trainer.ckpt_path or ""), self._files
@@ -518,7 +518,7 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(
             f"ModelCheckpoint: monitor={monitor!r} is not the name of a metric. "
-            "Pass the name that you pass to self.log, such as 'val_loss', or None to keep the newest checkpoint."
+            "Pass the name used in self.log, such as 'val_loss', or None to keep the newest checkpoint."
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(

@@ -35,7 +35,7 @@ class EarlyStopping(Callback):
     With several processes, all of them stop as soon as one does.
 
     Args:
-        monitor: name of the metric, as given to ``self.log``.
+        monitor: name of the metric, as passed to ``self.log``.
         min_delta: a change must be larger than this to count as an improvement.
         patience: number of consecutive checks without improvement after which training stops. There is a check after
             each epoch or each validation (see ``check_on_train_epoch_end``). After a resume, the count continues, with
@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         if not isinstance(monitor, str) or not monitor:
             raise TypeError(
                 f"EarlyStopping: monitor={monitor!r} is not the name of a metric. "
-                "Pass the name that you pass to self.log, such as 'val_loss'."
+                "Pass the name used in self.log, such as 'val_loss'."
             )
         check_direction("EarlyStopping", monitor, mode)
         if not min_delta >= 0:
@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
             self._stopped_before = False
             trainer.should_stop = True
             messages.info(
-                f"Early stopping already ended this run, so no training is left to do. {self.stopping_reason_message} "
+                f"Early stopping already ended this run, so nothing is left to train. {self.stopping_reason_message} "
                 "To continue, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
             )
 

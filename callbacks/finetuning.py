@@ -311,7 +311,7 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: number of decimals in the reported learning rates.
 
     Raises:
-        TypeError: for an argument of the wrong kind, or a module without ``backbone``.
+        TypeError: for an argument of the wrong type, or a module without ``backbone``.
         ValueError: for an argument out of range, contradictory learning rates, or a module without optimizers.
     """
 

@@ -155,10 +155,7 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """Let Python collect only as a last resort, or restore its thresholds if no other fit is running.
-
-        ``on`` chooses between the two.
-        """
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit runs."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

@@ -81,8 +81,8 @@ class GradientAccumulationScheduler(Callback):
         if own and self.going_to_accumulate_grad_batches():
             messages.warn_once(
                 f"{type(pl_module).__name__} overrides {messages.names(own, 'and')}, which is called once per "
-                f"optimizer step. GradientAccumulationScheduler({self.scheduling}) uses several batches per step, so "
-                "it is not called for each batch."
+                f"optimizer step, not once per batch. GradientAccumulationScheduler({self.scheduling}) uses several "
+                "batches per step."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -156,7 +156,7 @@ class LossGuard(Callback):
         self._going_back = None
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
-        """Wrap the training step so that it returns None for a bad batch, which skips the batch."""
+        """Wrap the training step so that it returns None for a bad batch, which is then skipped."""
         state, batches, way_back = trainer.state, self.batches, self._way_back
         before = _Before(trainer)
 

@@ -62,7 +62,7 @@ class ModelCheckpoint(CheckpointKeeper):
         save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
             ``"link"`` means True, because a link breaks as soon as its target is deleted.
         save_top_k: how many checkpoints to keep; -1 keeps all, 0 none.
-        save_on_exception: save when an exception ends the fit. When a signal ends it, there is always a save.
+        save_on_exception: save when an exception ends the fit. A signal that ends the fit always triggers a save.
         save_weights_only: save only the weights, without the optimizers and everything else that a resume needs.
         mode: ``"min"`` if a smaller metric is better, ``"max"`` if a larger one is.
         auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3`` (True) or ``3`` (False). A
@@ -81,10 +81,10 @@ class ModelCheckpoint(CheckpointKeeper):
     Attributes:
         best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. During the fit, a
             background save may not have finished writing it yet.
-        best_model_score: its score, scalar, shape (), or None.
+        best_model_score: score of that file, scalar, shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
         kth_best_model_path: the file that is replaced next; ``""`` while there are fewer than k files.
-        kth_value: its score; plus or minus infinity while there are fewer than k files.
+        kth_value: score of that file; plus or minus infinity while there are fewer than k files.
         last_model_path: the newest ``last`` file, or ``""``.
         current_score: the latest score, or None.
 

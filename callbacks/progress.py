@@ -1,8 +1,8 @@
 """Base of all progress bars: what they show and when they are drawn.
 
-``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow down training. The time of each
-drawing is set by the clock: bars are drawn at most ten times a second on a terminal, and drawing takes at most a tenth
-of the time. A batch that draws nothing costs one call, one clock reading and two comparisons. No thread is used.
+``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow down training, so drawing is
+limited by time: bars are drawn at most ten times a second on a terminal, and drawing takes at most a tenth of the time.
+A batch that draws nothing costs one call, one clock reading and two comparisons. No thread is used.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ProgressBar(Callback):
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
     ) -> None:
-        """Print above the bar, with the arguments of the built-in ``print``. If ``file`` is given, print there."""
+        """Print above the bar, or to ``file`` if it is given. Takes the arguments of the built-in ``print``."""
         stream = sys.stdout if file is None else file
         if stream is not None:
             stream.write(_joined(args, sep, end))
@@ -193,7 +193,7 @@ class Bar:
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Continue after a pause (a validation), which does not count in the speed."""
+        """Continue after a pause (a validation), which is not counted in the speed."""
         self._at = now
 
     @property
@@ -581,7 +581,7 @@ _DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswit
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Return True if ``stream`` is a terminal, whose cursor can be moved."""
+    """Return True if ``stream`` is a terminal with a movable cursor."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class TQDMProgressBar(DrawnProgressBar):
     """Progress bar drawn with tqdm in a terminal or as a notebook widget; plain lines in other output.
 
-    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call the method of
-    ``super()`` and change the result.
+    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call the base method and
+    change its result.
 
     Args:
         refresh_rate: minimum number of batches between two drawings, of which there are at most ten a second. 0 shows
@@ -244,7 +244,7 @@ class _Tqdm(Surface):
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
-    """Return the metrics that fit next to a bar of ten columns, because tqdm would cut off a value in the middle."""
+    """Return the metrics that fit next to a bar of ten columns, because tqdm could cut off a value in the middle."""
     texts, known = metric_texts(metrics), drawn.format_dict
     columns = known["ncols"]
     shown = ", ".join(texts)

@@ -75,7 +75,7 @@ class WeightAverage:
         self._groups = self._group()
 
     def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
-        """Group averages by type, device and dtype, each with the places of their weights and whether to convert these.
+        """Group averages by type, device and dtype, with the places of their weights and whether to convert these.
 
         Sharded parameters are DTensors, and no operation accepts them together with plain buffers.
         """

@@ -99,7 +99,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.has_own_form
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Copy the checkpoint and return while a thread writes it. The previous write must finish first.
+        """Copy the checkpoint and return while a thread writes it. Waits for the previous write first.
 
         A Trainer does not call this method, but writes in its own thread and waits for it when necessary.
         """

@@ -71,7 +71,7 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
                 raise BlockingIOError(
                     error.errno,
                     "Another run is writing checkpoints to this folder, so this run cannot resume from them, because "
-                    "both would train the same steps. Wait for the other run to end or stop it, or use a different "
+                    "both would train the same steps. Wait for the other run to end, stop it, or use a different "
                     "folder for this run (default_root_dir, dirpath). Folder",
                     folder,
                 ) from None

@@ -280,7 +280,7 @@ def holds_loaders(value: Any) -> bool:
 
 
 def close_iterator(iterator: Iterator[Any]) -> None:
-    """Stop an unfinished iterator: close a generator, or shut down a DataLoader's workers (not persistent ones)."""
+    """Stop an unfinished iterator: close a generator, or shut down a DataLoader's non-persistent workers."""
     if isinstance(iterator, Generator):
         iterator.close()
     else:

@@ -445,7 +445,8 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore. The order of the data will differ from the saved run. To avoid that, pass the saved one to fit."
+            "restore, so the order of the data will differ from the saved run. To avoid that, pass the saved run's "
+            "loader to fit."
         )
     return positioned
 

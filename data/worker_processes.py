@@ -162,7 +162,7 @@ def torchs_own(error: BaseException) -> BaseException:
 
 
 def _lost(error: BaseException) -> tuple[int, int | None] | None:
-    """Return the process ID of the worker that an error is about, and its exit code if known; None if it is not."""
+    """Return the process ID and, if known, the exit code of the worker that an error is about; else None."""
     error = torchs_own(error)
     found = _LOST.search(str(error)) if type(error) is RuntimeError else None
     if found is not None:
