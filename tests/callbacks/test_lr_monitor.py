@@ -229,7 +229,7 @@ def test_a_module_without_optimizer_is_warned_about() -> None:
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log: None_ has no optimizer"):
+    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log, because None_ has no optimizer"):
         run(LearningRateMonitor(), None_())
 
 
@@ -260,7 +260,7 @@ def test_a_rate_can_be_monitored_and_names_have_the_prefix_everywhere() -> None:
 
 def test_momentum_is_0_without_one_and_a_warning_says_so() -> None:
     monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="logs 0, because no optimizer has a momentum"):
+    with pytest.warns(RuntimeWarning, match="logs 0, because no optimizer uses momentum"):
         recorder = run(monitor, Optimized(lambda module: torch.optim.Adagrad(module.parameters())), max_epochs=1)
     assert {value for _, value in recorder.of("lr-Adagrad-momentum")} == {0.0}
     assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": None}

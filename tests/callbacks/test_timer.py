@@ -178,7 +178,7 @@ def test_durations_are_read(text: str, seconds: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"duration": "12:30"}, ValueError, r"Timer\(duration=\) got '12:30'.*'DD:HH:MM:SS'.*Write '00:12:30:00'"),
+        ({"duration": "12:30"}, ValueError, r"Timer\(duration=\) got '12:30'.*'DD:HH:MM:SS'.*Use '00:12:30:00'"),
         ({"duration": 90}, TypeError, r"got 90 of type int.*unit is unknown.*timedelta"),
         ({"duration": {"minute": 3}}, ValueError, r"Unknown unit 'minute'\. Did you mean 'minutes'\?"),
         ({"duration": timedelta(seconds=-1)}, ValueError, r"which is negative.*zero or more"),

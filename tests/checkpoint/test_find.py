@@ -170,7 +170,7 @@ def test_the_same_command_goes_on_from_its_earlier_starts(tmp_path: Path, caplog
     caplog.set_level("INFO", logger="paceline")
     paths = [start(tmp_path, epochs).ckpt_path for epochs in (1, 2, 3)]
     assert paths[0] is None
-    assert "ckpt_path='auto': no earlier run has left a checkpoint; the run starts fresh." in caplog.text
+    assert "ckpt_path='auto': no earlier run has saved a checkpoint, so the run starts fresh." in caplog.text
     assert [Path(path).name for path in paths[1:]] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 

@@ -379,5 +379,5 @@ def test_a_bucket_that_does_not_exist_is_an_error_that_names_it(s3: dict[str, st
         monkeypatch.setenv(name, value)
     with pytest.raises(OSError, match=r"checkpoint was not saved.*credentials.*s3://nobody/x.ckpt"):
         single_file.write(small(1.0), "s3://nobody/x.ckpt")
-    with pytest.raises(FileNotFoundError, match="There is no such file"):
+    with pytest.raises(FileNotFoundError, match="The file does not exist"):
         single_file.read("s3://nobody/x.ckpt")

@@ -153,7 +153,7 @@ def test_verify_finds_what_was_appended(tmp_path: Path, capsys: Any) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"garbage")
     found = said(capsys, "verify", path, status=1)
-    assert f"it.ckpt: it has {size + 7} bytes and should end after {size}" in found
+    assert f"it.ckpt: it has {size + 7} bytes but should end after {size}" in found
 
 
 def test_verify_of_something_else_is_a_failure(tmp_path: Path, capsys: Any) -> None:

@@ -477,7 +477,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
             TypeError,
             ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
         ),
-        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Pass a DataLoader")),
+        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "not an iterable of batches", "Pass a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "an int", "Pass the path")),
     ],
 )
@@ -1378,7 +1378,7 @@ def test_best_with_nothing_saved_is_refused_before_anything_runs(entry: str, tra
         lambda: getattr(trainer, entry)(module, tiny_loader(), ckpt_path="best"),
         ValueError,
         f"Trainer.{entry}(ckpt_path='best')",
-        "no checkpoint has been saved as the best one",
+        "found no best checkpoint",
         "Train with a ModelCheckpoint",
     )
 

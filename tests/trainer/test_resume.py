@@ -321,7 +321,7 @@ def test_evaluation_from_a_file_leaves_callbacks_alone(fitted: Trainer, tmp_path
 
 
 def test_best_with_nothing_saved_is_an_error():
-    with pytest.raises(ValueError, match="no checkpoint has been saved as the best one"):
+    with pytest.raises(ValueError, match="found no best checkpoint"):
         Trainer(**QUIET, enable_checkpointing=False).test(Net(), loader(), ckpt_path="best")
 
 

@@ -592,7 +592,7 @@ def test_what_zero_cannot_do_is_refused() -> None:
         assert said in text
     [(kind, text)] = errors([lambda: fit(strategy(3), Transformer(), callbacks=[WeightAveraging()])])
     assert kind == "NotImplementedError"
-    assert "averaged under DeepSpeed's stage 3" in text
+    assert "averaged with DeepSpeed stage 3" in text
 
 
 def test_a_loss_without_a_graph_is_explained_as_on_one_process() -> None:
