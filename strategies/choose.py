@@ -350,8 +350,7 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
     one_of_them = device in found or isinstance(devices, int) or (isinstance(devices, str) and "," not in devices)
     if len(found) != here or not one_of_them:
         raise ValueError(
-            f"Trainer(devices={devices!r}) contradicts strategy={name}(...), which is on {device}. "
-            "Leave devices out."
+            f"Trainer(devices={devices!r}) contradicts strategy={name}(...), which is on {device}. Leave devices out."
         )
 
 

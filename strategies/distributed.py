@@ -78,7 +78,7 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
                 if name in decided:
                     raise TypeError(f"{owner}({name}=...): the strategy sets this argument itself. Leave it out.")
                 if name not in names:
-                    raise TypeError(messages.unknown(f"argument of {owner}", name, names))
+                    raise TypeError(messages.unknown(f"{owner} argument", name, names))
             init(self, *args, **options)
 
         vars(checked)["__signature__"] = signature.replace(parameters=shown)
@@ -122,7 +122,7 @@ class DistributedStrategy(Strategy):
     ) -> None:
         self.precision = precision or Precision()
         if start_method not in START_METHODS:
-            raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
+            raise ValueError(messages.unknown(f"{type(self).__name__} start_method", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.init_method = init_method
         self.timeout = timeout
