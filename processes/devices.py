@@ -70,7 +70,8 @@ def find_kind(accelerator: Any) -> Kind:
     if accelerator in ("tpu", "xla", "hpu"):
         raise ValueError(
             f"Trainer(accelerator={accelerator!r}): Paceline only supports the devices that torch itself supports "
-            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use this machine's best device."
+            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device of this "
+            "machine."
         )
     if accelerator not in ACCELERATORS:
         raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
@@ -114,8 +115,7 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
         indices = range(present if number == -1 else max(number, 0))
     if not indices:
         raise ValueError(
-            f"Trainer(devices={devices!r}) selects no device. Pass 1 or more, a list of indices, -1 for all, or "
-            "'auto'."
+            f"Trainer(devices={devices!r}) selects no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
         )
     if kind == "cpu":
         if not isinstance(indices, range) and any(indices):
@@ -141,5 +141,6 @@ def _integer(value: Any, given: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"Trainer: devices={given!r} is not valid. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
+            f"Trainer: devices={given!r} is not a valid number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or "
+            "'auto'."
         ) from None

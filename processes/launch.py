@@ -271,9 +271,9 @@ def find_place(
         values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
         raise RuntimeError(
             f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set, so the machines cannot find each other. On the first machine, run:\n  {line.format(**values, node=0)}\n"
-            f"and so on, up to the last machine:\n  {line.format(**values, node=num_nodes - 1)}\n"
-            "or start the script with torchrun, srun or mpirun."
+            "set, so the machines cannot find each other. On the first machine, run:\n"
+            f"  {line.format(**values, node=0)}\nand so on, up to the last machine:\n"
+            f"  {line.format(**values, node=num_nodes - 1)}\nor start the script with torchrun, srun or mpirun."
         )
     try:
         socket.getaddrinfo(address, None)

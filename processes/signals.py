@@ -36,7 +36,7 @@ def check_signals(given: Any) -> dict[int, str | None]:
     found: dict[int, str | None] = {}
     for name, action in given.items():
         if action not in (*ACTIONS, None):
-            text = messages.unknown("action", str(action), ACTIONS, f" for {name!r} in Trainer(signals=...)")
+            text = messages.unknown(f"Trainer(signals={{{name!r}: ...}}) action", str(action), ACTIONS)
             raise ValueError(f"{text} Pass None to leave the signal alone.")
         found[_number(name)] = action
     return found
@@ -46,7 +46,7 @@ def _number(name: Any) -> int:
     numbers = {s.name: s for s in signal.Signals}
     known = numbers.get(name) if isinstance(name, str) else next((s for s in signal.Signals if s == name), None)
     if known is None:
-        raise ValueError(messages.unknown("signal", str(name), sorted(numbers), " for Trainer(signals=...)"))
+        raise ValueError(messages.unknown("Trainer(signals=...) signal", str(name), sorted(numbers)))
     if known.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave it out.")
     return int(known)

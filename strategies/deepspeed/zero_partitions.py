@@ -222,7 +222,7 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     own_keys = module.state_dict().keys()
     unexpected = [key for key in given if key not in own_keys]
     if strict:
-        kinds = (("tensors missing from it", missing), ("unexpected tensors", unexpected))
+        kinds = (("missing from it", missing), ("unexpected", unexpected))
         problems += [f"{len(keys)} {what} ({', '.join(keys[:10])})" for what, keys in kinds if keys]
     if problems:
         raise ValueError(

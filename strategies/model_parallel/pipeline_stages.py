@@ -377,7 +377,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
-            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), which is less than the {count} "
+            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} "
             "pipeline stages. Use fewer stages (pipeline_parallel, virtual_stages), or name smaller modules in "
             "split_points."
         )

@@ -35,7 +35,7 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         if precision is not None:
             raise ValueError(
                 f"Trainer(precision={precision!r}) was given together with a {type(plugin).__name__} plugin. Leave "
-                "one of them out."
+                "one out."
             )
         return plugin
     if precision is None:
@@ -71,4 +71,4 @@ def _plugin(plugins: Any) -> Precision | None:
 
 
 def _twice(first: Precision, second: Precision) -> Precision:
-    raise ValueError(f"Two precisions were given ({first.name!r} and {second.name!r}). Leave one of them out.")
+    raise ValueError(f"Two precisions were given ({first.name!r} and {second.name!r}). Leave one out.")

@@ -157,7 +157,7 @@ def sharded() -> str:
     model = made()[0].requires_grad_(True)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with (
-        pytest.raises(NotImplementedError, match="each process holds a part of one model") as found,
+        pytest.raises(NotImplementedError, match="each process holds only part of the model") as found,
         LocalSGD(accelerator, model, 2),
     ):
         pass

@@ -492,7 +492,7 @@ def test_what_a_fresh_process_cannot_import_is_named_with_what_to_do(
     if on_path:
         monkeypatch.syspath_prepend(tmp_path)
     said = (
-        rf"(?s)A fresh process cannot import what the run uses \({reason}\)\. .* "
+        rf"(?s)A fresh process cannot import a definition that the run uses \({reason}\)\. .* "
         r"top level of a \.py file.*`pythonpath`.*strategy='ddp_fork'"
     )
     with pytest.raises(RuntimeError, match=said):
