@@ -70,7 +70,7 @@ class _Registry(dict[str, type[Accelerator]]):
     """The device kinds by name."""
 
     def available_accelerators(self) -> list[str]:
-        """Return the names of all kinds, even those that this machine has no devices of."""
+        """Return the names of all kinds, including those not available on this machine."""
         return sorted(self)
 
 

@@ -2,8 +2,8 @@
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
-:meth:`Cluster.export` sets torchrun's variables, so that later code only needs to know those. A partly set environment
-raises an error; otherwise each of several processes would believe that it is the only one.
+:meth:`Cluster.export` sets torchrun's variables, so that later code only needs to know those. If only some of a
+launcher's variables are set, an error is raised; otherwise each process could believe that it is the only one.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def _under_srun(environ: Environment) -> bool:
 def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int:
     """Return the number of tasks on this machine.
 
-    SLURM gives a list such as ``"2(x3),1"``, whose entry ``node_rank`` is returned, or one number for all machines.
+    SLURM provides either a list such as ``"2(x3),1"``, which has one entry per machine (``node_rank`` is the index), or
+    one number for all machines.
     """
     name = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is None:
@@ -342,7 +343,7 @@ def _need(environ: Environment, names: tuple[str, ...] | list[str], fix: str) ->
         known = (*names, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         present = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(known) if environ.get(name))
         raise RuntimeError(
-            f"The environment sets {present or 'only some of the launch variables'}, but not {', '.join(missing)}, so "
+            f"The environment sets {present or 'some of the launch variables'}, but not {', '.join(missing)}, so "
             f"this process cannot find the other processes. {fix}."
         )
 
@@ -386,7 +387,7 @@ def _check(cluster: Cluster) -> None:
     if wrong:
         variables = _VARIABLES.get(cluster.name, _VARIABLES["torchrun"])
         raise RuntimeError(
-            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks count from 0). "
+            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks begin at 0). "
             f"Make {variables} agree, or unset them to run a single process."
         )
 
@@ -396,8 +397,8 @@ def _check_world_size(cluster: Cluster, environ: Environment) -> None:
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
-            f"Start {environ['WORLD_SIZE']} processes, or unset WORLD_SIZE in the batch script, because the launcher "
-            "sets it."
+            f"Start {environ['WORLD_SIZE']} processes, or let the launcher set WORLD_SIZE: unset it in the batch "
+            "script."
         )
 
 

@@ -38,7 +38,7 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """Return the cores for one process: those of its NUMA node, or of several nodes if there are enough of them."""
+    """Return one process's cores: those of its NUMA node, or of several if there are more nodes than processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])

@@ -62,7 +62,7 @@ class Watch:
             self._thread.start()
 
     def begin(self, run: Run) -> None:
-        """Start a run; every rank must call this. Other ranks can then ask it to stop through :attr:`vote`."""
+        """Start a run; every rank must call this. Other ranks can then ask the run to stop through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:
             store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)

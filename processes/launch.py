@@ -135,13 +135,13 @@ def start(
         function: the function that each process calls; it reads its rank from torchrun's variables.
         args: the function's arguments. Each process gets its own copy, including of tensors.
         num_processes: number of processes, all on this machine.
-        start_method: ``"fork"`` copies this process; the others start fresh processes and pickle the arguments.
+        start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
         port: the port at which the processes meet; 0 picks a free port.
 
     Raises:
-        RuntimeError: a process failed (the message has the traceback of the first failure); this process cannot be
+        RuntimeError: a process failed (the message contains the first failure's traceback); this process cannot be
             forked; or fresh processes would start more processes, because the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: the user pressed Ctrl-C; raised after the processes have exited.
@@ -399,7 +399,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers: a fork copies torch elastic's handlers, which are meant for the launcher."""
+    """Restore the default signal handlers, because a fork copies torch elastic's, which are meant for the launcher."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -429,7 +429,7 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
 
 
 def _refuse_definitions(work: _Work) -> None:
-    """Reject work that uses definitions from a prompt or notebook cell: a fresh process cannot import them."""
+    """Reject definitions from a prompt or a notebook cell, because a fresh process cannot import them."""
     finder = _Finder(_Nowhere())
     if not has_file():
         with suppress(Exception):  # _save reports objects that cannot be pickled

@@ -1,4 +1,4 @@
-"""The first code in a process started by ``paceline launch``: it binds cores, reports failures and runs the script.
+"""The first code in a process started by ``paceline launch``: it binds to cores, reports failures and runs the script.
 
 The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This file
 does not import torch, so the script starts just as quickly.

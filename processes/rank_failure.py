@@ -192,7 +192,7 @@ def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
 
 
 def _when_parent_dies(number: int) -> None:
-    """Make Linux send this process a signal when its parent dies (0: none). Other threads keep their own setting."""
+    """Make Linux send this process a signal when its parent dies (0: no signal). Other threads keep their setting."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -207,11 +207,11 @@ class Failure:
 
     Args:
         rank: rank of the process.
-        exit_code: its exit status, or the negative number of the signal that killed it; None if unknown.
+        exit_code: the process's exit status, or the negative number of the signal that killed it; None if unknown.
         moment: time of the failure in nanoseconds since the epoch.
-        text: its traceback, or its stacks if a signal killed it; may be empty.
+        text: the traceback, or the stacks if a signal killed the process; may be empty.
         summary: the traceback's last line; empty if the process raised no exception.
-        interrupted: whether Ctrl-C stopped it.
+        interrupted: whether Ctrl-C stopped the process.
     """
 
     rank: int

@@ -132,7 +132,7 @@ def mixed(*numbers: int) -> int:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states that :func:`random_states` returned; warns about generators that this process lacks."""
+    """Restore the states that :func:`random_states` returned; warn about generators that this process lacks."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())

@@ -122,5 +122,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """Return the signal that ends the run on all ranks: the lowest rank's; 0 if no rank received a signal."""
+    """Return the signal that ends the run on all ranks: the one that the lowest rank received; 0 if there is none."""
     return next((signum for signum in signums if signum), 0)

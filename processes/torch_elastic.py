@@ -173,7 +173,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; report it and return None if that has no effect."""
+    """Return options that bind processes to their GPUs' NUMA nodes; say so and return None if that has no effect."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

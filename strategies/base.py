@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(Placement, Communication, State):
-    """Runs one process on one device. Subclasses distribute the work across several.
+    """Runs one process on one device. Subclasses distribute the work across several processes.
 
     The base classes handle placement, communication and checkpoint state. This class adds the parts that combine them:
     starting and ending a run, and the training step. A run calls ``setup_environment``, ``setup_module`` and
@@ -78,8 +78,8 @@ class Strategy(Placement, Communication, State):
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
                 f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). Such a model "
-                f"can only run in a single process that does not move it, not with {type(self).__name__} on "
-                f"{self.world_size} processes and {self.device}. To shard the model for training, build it under "
+                f"can only run in a single process that does not move it, not with {type(self).__name__} "
+                f"({self.world_size} processes, {self.device}). To shard the model for training, build it under "
                 "init_empty_weights and load it with load_checkpoint_in_model under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
@@ -108,7 +108,7 @@ class Strategy(Placement, Communication, State):
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; None removes the wrappers."""
+        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; if None, unwrap them."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -191,7 +191,7 @@ class Strategy(Placement, Communication, State):
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        """Finish the gradients of a complete accumulation window: remove fp16's loss scale, multiply by ``factor``."""
+        """Finish the gradients of a complete window: remove fp16's loss scale and multiply by ``factor``."""
         if self.precision.scaler is not None:
             self.unscale_gradients(optimizer)
         if isinstance(factor, Tensor) or factor != 1.0:

@@ -30,7 +30,7 @@ class Communication:
     """The processes of a run: how they start, which one this is, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
-    ``DistributedStrategy``, which overrides everything here. If some of its processes see the same data, also override
+    ``DistributedStrategy``, which overrides everything here. If some processes see the same data, also override
     ``data_rank``, ``num_data_ranks`` and ``data_group``.
     """
 

@@ -467,7 +467,7 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is what the user wrote."""
+    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is the text that the user wrote."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
             f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "

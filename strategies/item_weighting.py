@@ -51,7 +51,7 @@ class ItemWindow:
         return {"items": items, "unit": self.unit}
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`, or only its unit if there is no unfinished window."""
+        """Restore the state from :meth:`state_dict`, or only its unit if there is no unfinished window."""
         self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]
@@ -65,7 +65,8 @@ class ItemWindow:
         first = float(items)
         if not 0 <= first < math.inf:
             raise ValueError(
-                f"{self.said} num_items={first}. It must be 0 or more: the number of items that the loss averages."
+                f"{self.said} num_items={first}. It must be the number of items that the loss is averaged over, 0 or "
+                "more."
             )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 

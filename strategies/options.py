@@ -21,12 +21,12 @@ class Options:
     """The user's arguments for each strategy class; None where there are none.
 
     Attributes:
-        fsdp: for FSDPStrategy.
-        deepspeed: for DeepSpeedStrategy.
-        mesh: for ModelParallelStrategy; the product of its sizes is the number of processes.
-        ddp: for DDPStrategy.
-        process_group: for every multi-process strategy.
-        written: what the user wrote for each of these, for error messages.
+        fsdp: arguments for FSDPStrategy.
+        deepspeed: arguments for DeepSpeedStrategy.
+        mesh: arguments for ModelParallelStrategy; the product of the sizes is the number of processes.
+        ddp: arguments for DDPStrategy.
+        process_group: arguments for every multi-process strategy.
+        written: the text that the user wrote for each of these, for error messages.
     """
 
     fsdp: Mapping[str, Any] | None = None
@@ -103,9 +103,9 @@ class Options:
 
 
 def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
-    """Return the ModelParallelStrategy arguments for mesh sizes, which are given by dimension.
+    """Convert mesh sizes, keyed by dimension, to ModelParallelStrategy arguments.
 
-    ``written`` is what the user wrote, for error messages.
+    ``written`` is the text that the user wrote, for error messages.
     """
     if sizes["cp"] > 1 or sizes["sp"] > 1:
         raise NotImplementedError(

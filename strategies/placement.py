@@ -107,7 +107,7 @@ class Placement:
         Args:
             step: ``module.training_step``, ``validation_step``, ...
             wrapped: in a fit, the result of :meth:`wrap_for_training`.
-            training: whether it is the training step.
+            training: whether this is the training step.
         """
         return self.precision.bind_forward(step)
 

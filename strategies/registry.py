@@ -28,7 +28,7 @@ class Registry(Mapping[str, dict[str, Any]]):
         """Register a strategy under a name.
 
         Args:
-            name: the new name.
+            name: the name to register.
             strategy: a Strategy class; if None, return a decorator for such a class.
             description: what the strategy does.
             override: replace a strategy that was registered under the same name.

@@ -154,7 +154,7 @@ def clip_by_norm(grads: list[Tensor], max_norm: float, norm_type: float) -> Tens
 
 
 def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors in place by a number or by a scalar tensor that every process has."""
+    """Multiply tensors in place by a number, or by a scalar tensor that is the same on every process."""
     devices: dict[torch.device, list[Tensor]] = {}
     for part in local_parts(tensors):
         devices.setdefault(part.device, []).append(part)

@@ -55,7 +55,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
-        offload_optimizer: keep the optimizer's state on the host, and step it there.
+        offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
         offload_parameters: keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
             must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).

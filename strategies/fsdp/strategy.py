@@ -68,8 +68,8 @@ class FSDPStrategy(DistributedStrategy):
             an int (modules with at least this many parameters), ``f(name, module) -> bool``, or None (only the root).
         sharding: ``"full"``, ``"grad_op"`` (keeps weights gathered from forward to backward, as in ZeRO-2) or
             ``"hybrid"`` (shards within a machine and replicates across machines).
-        reshard_after_forward: the argument of ``fully_shard`` for the blocks; None follows ``sharding``.
-        mixed_precision: a ``MixedPrecisionPolicy`` instead of autocast.
+        reshard_after_forward: the argument of ``fully_shard`` for the blocks; if None, ``sharding`` decides.
+        mixed_precision: a ``MixedPrecisionPolicy`` to use instead of autocast.
         cpu_offload: True or a ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
         activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or several
             classes or class names, or ``f(name, module) -> bool``.
@@ -116,8 +116,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(
-                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13; this is {torch.__version__}. Upgrade "
-                "torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
+                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13, but this is torch {torch.__version__}. "
+                "Upgrade torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
             )
         self.wrap = wrap
         self.sharding = sharding
@@ -185,7 +185,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Create layers on the device, but read weights for layers without memory only after they are sharded."""
+        """Context manager that creates layers; weights for layers without memory are read after sharding."""
         with super().init_context(), self._noting():
             yield
 

@@ -104,7 +104,7 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks.
 
-    They are the modules of one class: of those that occur at least twice in a container, the one with most parameters.
+    Of the classes that occur at least twice in a container, they belong to the one with the most parameters.
     """
     outer = repeated_elements(root)
     kinds = {type(module) for module in of_repeated_classes(outer).values()}

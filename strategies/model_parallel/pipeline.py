@@ -164,7 +164,7 @@ class Pipeline:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., Any], logs: Any, training: bool) -> Callable[..., Any]:
-        """Return a function to call in place of ``step``, which runs a batch through the pipeline.
+        """Return the function to call in place of ``step``; it runs a batch through the pipeline.
 
         If ``logs`` is not None, its ``take`` and ``put`` methods send the last stage's logged values to all stages.
         """
@@ -311,8 +311,8 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's numbers and logged values to all stages.
 
-        A few integers are exchanged over the host, and the layout if it has changed; the numbers stay on the device.
-        The same exchange tells ``weights`` which stages use which weights.
+        The processes exchange a few integers over the host, plus the layout if it has changed; the numbers stay on the
+        device. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).

@@ -90,7 +90,7 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """Return the batch's loss, and a pair: whether the step returned items, and the loss's dtype.
+        """Return the batch's loss, and a pair (whether the step returned items, the loss's dtype).
 
         If the step returned items, the items and units follow the loss.
         """

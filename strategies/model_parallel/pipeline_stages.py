@@ -145,7 +145,7 @@ class Stages:
 
 
 class Run:
-    """A context manager for one run of a step on one stage; it intercepts the calls of blocks.
+    """Context manager for one run of a step on one stage; it intercepts the calls of blocks.
 
     Args:
         stages: all stages.

@@ -86,10 +86,7 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """Return two integers for each weight that several processes hold.
-
-        They say whether this process uses the weight, and whether the weight has a gradient.
-        """
+        """Return two integers per shared weight: whether this process uses it, and whether it has a gradient."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
@@ -175,7 +172,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full ``state_dict`` on the pipeline's first process, and only their own part on the others."""
+        """Return the full ``state_dict`` on the pipeline's first process; other processes return their own part."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -201,7 +198,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full optimizer state on the pipeline's first process, and only their own part on the others."""
+        """Return the full optimizer state on the pipeline's first process; other processes return their own part."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state

@@ -106,7 +106,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state from :meth:`state_dict`."""
 
 
 class TruePrecision(Precision):
@@ -168,7 +168,7 @@ class HalfPrecision(TruePrecision):
     """The precision ``"16-true"`` or ``"bf16-true"``.
 
     Args:
-        precision: which of the two.
+        precision: one of these two names.
     """
 
     def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:

@@ -121,7 +121,7 @@ def test_a_strategy_on_another_device_than_listed_is_refused(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     strategy = SingleDevice("cuda:2")
     assert choose_strategy(strategy, "gpu", [2]) is strategy
-    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts the SingleDevice.*on cuda:2\. Leave dev"):
+    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts strategy=SingleDevice.*on cuda:2\. Leave dev"):
         choose_strategy(strategy, "gpu", [1])
 
 
@@ -137,7 +137,7 @@ def test_a_strategy_for_several_may_repeat_how_many() -> None:
 
     strategy = Several("cpu")
     assert choose_strategy(strategy, "cpu", 4, 2) is strategy
-    with pytest.raises(ValueError, match=r"devices=8\) contradicts the Several"):
+    with pytest.raises(ValueError, match=r"devices=8\) contradicts strategy=Several"):
         choose_strategy(strategy, "cpu", 8, 2)
     with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts strategy=Several\(...\), whose num_nodes is 2"):
         choose_strategy(strategy, "cpu", 4, 4)

@@ -698,7 +698,7 @@ def test_sizes_left_open_take_what_is_left(sizes: dict[str, Any], found: dict[st
 def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"is 3, which does not divide the number of processes, 8"):
         find_sizes(asked(tensor_parallel=3), 8, 8)
-    with pytest.raises(ValueError, match=r"data_parallel_shard=2 x tensor_parallel=2 is 4, not the number .*, 8"):
+    with pytest.raises(ValueError, match=r"data_parallel_shard=2 x tensor_parallel=2 is 4, which is not .*, 8"):
         find_sizes(asked(tensor_parallel=2, data_parallel_shard=2), 8, 8)
     with pytest.raises(ValueError, match=r"tensor_parallel=0 is not a valid number of processes.*'auto'"):
         ModelParallelStrategy(tensor_parallel=0)
