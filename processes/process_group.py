@@ -1,4 +1,4 @@
-"""The process group: a process joins it in its first run, shares it among strategies, and leaves it when it ends."""
+"""The process group, which a process joins in its first run, shares among strategies, and leaves when it exits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def join(
 
 
 def leave() -> None:
-    """Leave the process group; called when the process ends.
+    """Leave the process group; called when the process exits.
 
     Waits for gloo's workers first. The last owner of the group, such as the reducer of a wrapped model, joins them
     while it holds the GIL, which a worker may need to release its tensors.
@@ -58,13 +58,13 @@ def leave() -> None:
 
 @dataclass
 class _Room:
-    """What a process group's strategies share: a thread that watches for hangs, and gloo groups by timeout."""
+    """The objects that a process group's strategies share: its hang watch, and gloo groups by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)
 
     def is_open(self) -> bool:
-        """Whether the process group that it was created for still exists."""
+        """Whether the process group that this object was created for still exists."""
         try:
             return all(dist.get_process_group_ranks(group) for group in self.groups.values())
         except KeyError:
@@ -75,7 +75,10 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """The gloo group with this timeout, and the process group's watch; every rank creates them in its first run."""
+    """Return the gloo group with this timeout, and the process group's watch.
+
+    Every rank creates both in its first run.
+    """
     global _room
     if _room is None or not _room.is_open():
         if _room is not None:
@@ -88,7 +91,7 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Called when the process ends, because a torch thread that still needs Python would abort the process."""
+    """Called when the process exits, because a torch thread that still needs Python would abort the process."""
     watch.close()
     wait_for_gloo()
 
@@ -101,8 +104,9 @@ def wait_for_gloo(seconds: float = 10.0) -> None:
     aborts the process: "terminate called without an active exception". Destroying a group does not end its workers
     while a strategy, a wrapped model or the user still holds the group.
 
-    A worker that is waiting for the GIL gets it while this function sleeps. A worker that sleeps all that time has
-    nothing to do, or is waiting for another process. Only Linux lists threads; on other systems this returns quickly.
+    A worker that is waiting for the GIL gets it while this function sleeps. A worker that stays asleep all that time
+    has nothing to do, or is waiting for another process. Only Linux lists threads; on other systems, this function
+    returns quickly.
     """
     deadline, before = time.monotonic() + seconds, None
     while ((asleep := _asleep()) is None or asleep != before) and time.monotonic() < deadline:
@@ -111,12 +115,12 @@ def wait_for_gloo(seconds: float = 10.0) -> None:
 
 
 def _asleep() -> dict[str, str] | None:
-    """The number of times each worker has gone to sleep, by thread id; None if a worker is awake."""
+    """Return how many times each worker has gone to sleep, by thread id; None if a worker is awake."""
     found = {}
     for thread in _THREADS.glob("*/status"):
         try:
             status = dict(line.split(":\t", 1) for line in thread.read_text().splitlines() if ":\t" in line)
-        except OSError:  # the thread has just ended
+        except OSError:  # the thread has just exited
             continue
         if status.get("Name", "").startswith("pt_gloo"):
             if not status["State"].startswith("S"):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for answers from the other ranks' threads; shorter than launchers wait before they kill.
+#: How long a rank waits for answers from the other ranks' threads: less than launchers wait before they kill ranks.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -39,7 +39,7 @@ class Stop:
     Attributes:
         boundary: the number of the boundary, counted from 1.
         signum: the signal that ends the run; 0 if the training should end as if it had reached its limits.
-        ranks: the ranks that asked.
+        ranks: the ranks that asked to stop.
     """
 
     boundary: int
@@ -48,7 +48,7 @@ class Stop:
 
 
 class StopVote:
-    """The agreement of one run.
+    """Lets all ranks of one run agree on where to stop.
 
     This is why all ranks stop at the same boundary S, and why no rank waits forever. At boundary n the main thread
     reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main thread answers n
@@ -81,12 +81,13 @@ class StopVote:
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop; asks the other ranks if none has asked yet. The main thread calls this at a boundary.
+        """Decide where to stop, after asking the other ranks if none has asked yet.
 
-        ``signum`` is the signal that this rank received, or 0; ``wants`` says whether it wants to end the training.
+        The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
+        whether this rank wants to end the training.
 
         Raises:
-            RuntimeError: a rank did not answer; it has probably ended.
+            RuntimeError: a rank did not answer, probably because it has exited.
         """
         self._answer(boundary, signum, wants)
         self._store.set("asked", "")
@@ -101,7 +102,10 @@ class StopVote:
                 self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
 
     def _answers(self) -> list[tuple[int, int, bool]]:
-        """The answers of all ranks. Polls the store: ``store.wait`` would keep the other thread from answering."""
+        """Return the answers of all ranks.
+
+        This polls the store, because ``store.wait`` would keep the other thread from answering.
+        """
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
         while not self._store.check(keys):
@@ -109,8 +113,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: check "
-                    "their output."
+                    f"{ANSWER_SECONDS:.0f} s. They have exited, or compiled code is holding the GIL. Check their "
+                    "output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
@@ -118,5 +122,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """The signal that ends the run on all ranks: the one received by the lowest rank; 0 if no rank received one."""
+    """Return the signal that ends the run on all ranks: the one that the lowest rank received; 0 if there is none."""
     return next((signum for signum in signums if signum), 0)

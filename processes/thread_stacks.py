@@ -1,4 +1,4 @@
-"""The stacks of all threads in this process, for a report on a run that hangs."""
+"""Collect the stacks of all threads in this process, to report on a run that hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS = "paceline-"
 
 
 def stacks() -> str:
-    """The stacks of all threads as text, with the main thread first and the innermost line last."""
+    """Return the stacks of all threads as text, with the main thread first and the innermost line last."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []

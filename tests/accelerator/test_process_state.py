@@ -63,7 +63,7 @@ def test_e9_u10_processes_on_a_cpu_form_one_group_with_one_main_process() -> Non
 def test_u10_half_of_a_launch_is_an_error_rather_than_many_main_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RuntimeError, match="MASTER_ADDR, MASTER_PORT is not"):
+    with pytest.raises(RuntimeError, match="but not MASTER_ADDR, MASTER_PORT,"):
         PartialState()
 
 

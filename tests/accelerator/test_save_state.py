@@ -372,7 +372,7 @@ def different_folders(folder: str) -> None:
 
 
 def test_u8_folders_that_differ_between_ranks_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RanksError, match="The ranks met at different barriers"):
+    with pytest.raises(RanksError, match="The ranks are waiting at different barriers"):
         ranks(2, different_folders, str(tmp_path / "s"))
 
 

@@ -250,7 +250,7 @@ class Elsewhere(ClusterEnvironment):
 
 def test_a_process_that_is_one_of_several_does_not_start_the_others() -> None:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, plugins=Elsewhere())
-    with pytest.raises(RuntimeError, match=r"this is already one of several: its local_rank\(\) is 1"):
+    with pytest.raises(RuntimeError, match=r"this process is not the first: its local_rank\(\) is 1"):
         fabric.launch(lambda fabric: None)
 
 

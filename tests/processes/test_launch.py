@@ -259,7 +259,7 @@ def test_machines_that_cannot_find_each_other_are_told_what_to_type(monkeypatch:
     ("name", "value", "kind", "match"),
     [
         ("NODE_RANK", "2", ValueError, "NODE_RANK=2 must be a whole number from 0 to 1"),
-        ("MASTER_PORT", "65536", ValueError, "MASTER_PORT=65536 is not a whole number"),
+        ("MASTER_PORT", "65536", ValueError, "MASTER_PORT=65536 must be a whole number"),
         ("MASTER_ADDR", "no.such.host.invalid", OSError, "MASTER_ADDR=no.such.host.invalid is not the name"),
     ],
 )
@@ -492,7 +492,7 @@ def test_what_a_fresh_process_cannot_import_is_named_with_what_to_do(
     if on_path:
         monkeypatch.syspath_prepend(tmp_path)
     said = (
-        rf"(?s)A fresh process cannot import what the run uses \({reason}\)\. .* "
+        rf"(?s)A fresh process cannot import a definition that the run uses \({reason}\)\. .* "
         r"top level of a \.py file.*`pythonpath`.*strategy='ddp_fork'"
     )
     with pytest.raises(RuntimeError, match=said):

@@ -392,7 +392,7 @@ def test_activation_checkpointing_runs_the_forward_again() -> None:
 
 def test_sizes_whose_product_is_not_the_number_of_processes_are_refused() -> None:
     for sizes, shown in (
-        ((2, 2), "2 x 2 = 4 processes, but there are 3"),
+        ((2, 2), "2 x 2 = 4 processes, but this run has 3"),
         ((2, None), "2 x 1 = 2"),
         ((None, 2), "1 x 2 = 2"),
     ):
