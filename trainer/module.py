@@ -350,10 +350,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             return
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise ValueError(messages.unknown("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")))
-        strategy = self.trainer.strategy
         raw = getattr(optimizer, "optimizer", optimizer)
-        strategy.unscale_gradients(raw)
-        strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.current_run.unscale_gradients(raw)
+        self.trainer.strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
