@@ -240,7 +240,8 @@ class Callback:
         """Called before each optimizer step and before clipping.
 
         Gradients are unscaled, complete and averaged over ranks. Read or change gradients (norms, noise) here. With a
-        sharded model each rank sees its own shard.
+        sharded model each rank sees its own shard. If automatic optimization steps several optimizers, ``optimizer``
+        stands for all of them, which are in ``optimizer.optimizers``; likewise in :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:

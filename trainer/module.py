@@ -245,7 +245,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         Returns:
             An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list
             of such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
-            "step"), frequency, monitor, strict, name``; or None.
+            "step"), frequency, monitor, strict, name``; or None. Of several optimizers, each trains parameters of its
+            own, and automatic optimization steps all of them in each update.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
@@ -303,7 +304,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer: ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """One optimizer step in automatic optimization. Override to skip steps; run the closure either way."""
+        """One optimizer step in automatic optimization. Override to skip steps; run the closure either way.
+
+        If there are several optimizers, ``optimizer`` stands for all of them (``optimizer.optimizers``), here and in
+        the other methods and hooks of a step.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:

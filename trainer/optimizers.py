@@ -205,7 +205,7 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
         )
     if module.automatic_optimization:
         check_together(module, optimizers, f"{owner} returned")
-        if len(optimizers) > 1 and any(isinstance(one, Mapping) and "frequency" in one for one in given):
+        if len(optimizers) > 1 and any(isinstance(one, Mapping) and "frequency" in one for one in given or ()):
             raise ValueError(
                 f"{owner} returned the key 'frequency' with an optimizer, but automatic optimization steps all "
                 "optimizers in each update. Leave it out, or set self.automatic_optimization = False in __init__ and "

@@ -30,7 +30,8 @@ class RunState:
         stage: what that entry point is doing now, or None.
         status: how far the run has come.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
-        global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
+        global_step: optimizer steps made; several optimizers count once per update, but each under manual optimization.
+            A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
         batches: training batches trained on, over all epochs.
         settled: ``batches`` without those whose gradients wait in the window.

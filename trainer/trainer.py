@@ -498,7 +498,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps made, over all optimizers and epochs."""
+        """Optimizer steps made, over all epochs; under manual optimization also over all optimizers."""
         return self.state.global_step
 
     @property

@@ -163,7 +163,7 @@ def test_each_hook_is_called_once_an_update_with_one_optimizer_for_all(
     same_weights(module, plain)
     assert trainer.global_step == steps
     assert [name for name, _ in module.calls] == ["step", "before", "clip", "cleared soon", "clear"] * steps
-    joint = module.calls[0][1]
+    joint: Any = module.calls[0][1]
     assert all(optimizer is joint for _, optimizer in module.calls)
     assert isinstance(joint, torch.optim.Optimizer)
     assert joint.optimizers == trainer.optimizers
