@@ -243,7 +243,8 @@ class Callback:
         """Called before each optimizer step and before clipping.
 
         Gradients are unscaled, complete and averaged across ranks. Read or change gradients (norms, noise) here. With a
-        sharded model, each rank sees its own shard.
+        sharded model, each rank sees its own shard. If automatic optimization steps several optimizers, ``optimizer``
+        represents all of them and lists them in ``optimizer.optimizers``; so it does in :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:

@@ -86,12 +86,15 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        if not trainer.logs_this_step or self._interval(trainer, optimizer) == "epoch":
+        if not trainer.logs_this_step:
             return
         update = trainer.state.updates if trainer.state.stepped else trainer.state.updates + 1
-        if self._logged_at.get(id(optimizer)) != update:
-            self._logged_at[id(optimizer)] = update
-            self._log(trainer, [optimizer], update)
+        stepped = trainer.optimizers if pl_module.automatic_optimization else [optimizer]
+        due = [one for one in stepped if self._interval(trainer, one) != "epoch"]
+        for one in due:
+            if self._logged_at.get(id(one)) != update:
+                self._logged_at[id(one)] = update
+                self._log(trainer, [one], update)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.next_batch > 0:

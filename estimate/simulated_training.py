@@ -217,6 +217,7 @@ class Rehearsal:
             if automatic:
                 self.strategy.optimizer_step(optimizer)
             self.ledger.claim(self.states(), "optimizer")
+        for optimizer in self.optimizers:
             clear_gradients(optimizer)
         self.ledger.begin("between")
 

@@ -26,6 +26,8 @@ from .profiling import by_strategy
 from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .loss import LossReader
     from .run import Run
 
@@ -85,7 +87,7 @@ class WholeStep:
         self.module, self.store = run.module, run.metrics
         self.accumulate = run.trainer.accumulate_grad_batches
         self.clipping = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
-        self.optimizer = TracedOptimizer(run.optimizers[0], cycles_momentum(run))
+        self.optimizers = [TracedOptimizer(optimizer, cycles_momentum(run)) for optimizer in run.optimizers]
         self.primed = False
         self.number = next(_fits)
         self.unit: float | None = None
@@ -163,9 +165,13 @@ class WholeStep:
             self.trace_update(factor)
         return with_tensors(output, Tensor.detach), True, total  # backward has freed the graph
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all optimizers."""
+        return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
+
     def trace_gradients(self, loss: Any, complete: bool) -> None:
         """Run backward; inside a window, gradients are added in place."""
-        parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
                 parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
@@ -180,8 +186,8 @@ class WholeStep:
                     parameter.grad.add_(gradient)
 
     def trace_update(self, factor: Any) -> None:
-        """Scale and clip the gradients, step the optimizer and clear the gradients."""
-        parameters = [p for group in self.optimizer.groups for p in group["params"]]
+        """Scale and clip the gradients, step the optimizers and clear the gradients."""
+        parameters = self.parameters()
         if factor is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -189,7 +195,8 @@ class WholeStep:
         value, algorithm = self.clipping
         if value is not None:
             self.strategy.clip(parameters, value, algorithm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
@@ -204,7 +211,8 @@ class WholeStep:
 
         Raises RuntimeError if torch cannot compile it into one graph.
         """
-        self.optimizer.refresh()
+        for optimizer in self.optimizers:
+            optimizer.refresh()
         self.heard.clear()
         self.switches.wanted = True
         try:
@@ -246,10 +254,11 @@ class WholeStep:
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
         advice = "Remove that operation from training_step."
-        codes = (getattr(unwrap(one), "__code__", None) for one in (self.optimizer.raw_step, self.module.training_step))
-        own, users = (code and code.co_filename for code in codes)
-        if own and own in where and own != users:
-            advice = f"This code is in the step of {type(self.optimizer.optimizer).__name__}, so use another optimizer."
+        users = _file(self.module.training_step)
+        for traced in self.optimizers:
+            own = _file(traced.raw_step)
+            if own and own in where and own != users:
+                advice = f"This code is in the step of {type(traced.optimizer).__name__}, so use another optimizer."
         return f"{said}{': ' + why if why else ''}.{where}", advice
 
     def step(self, losses: LossReader) -> CompiledStep:
@@ -258,8 +267,9 @@ class WholeStep:
         return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
-        """Compile steps from now on; the optimizer must have created its state."""
-        self.optimizer.settle(static=self.replays)
+        """Compile steps from now on; the optimizers must have created their state."""
+        for optimizer in self.optimizers:
+            optimizer.settle(static=self.replays)
         self.primed = True
 
 
@@ -355,6 +365,11 @@ class _Detached(Heard):
 
     def update(self, value: Any, batch_size: int | None) -> None:
         super().update(value.detach() if isinstance(value, Tensor) else value, batch_size)
+
+
+def _file(function: Any) -> str | None:
+    code = getattr(unwrap(function), "__code__", None)
+    return code and code.co_filename
 
 
 def shapes_of(batch: Any) -> Any:

@@ -82,10 +82,14 @@ def check_module(run: Run) -> None:
 
 def check_optimizers(run: Run) -> None:
     """Raise a ValueError for optimizers whose step cannot be part of the graph."""
-    found = run.optimizers
-    if len(found) != 1:
-        _refuse(run, f"there are {len(found)} optimizers", "Return a single optimizer from configure_optimizers")
-    optimizer, name = found[0], type(found[0]).__name__
+    if not run.optimizers:
+        _refuse(run, "there is no optimizer", "Return one from configure_optimizers")
+    for optimizer in run.optimizers:
+        _check_optimizer(run, optimizer)
+
+
+def _check_optimizer(run: Run, optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):

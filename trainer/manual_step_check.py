@@ -61,7 +61,7 @@ class HandSteps:
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
-        managed, update = self.run.managed[0], getattr(step, step.UPDATE)
+        managed, update = self.run.joint, getattr(step, step.UPDATE)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # If an error ends a fit before its first updates, this hook stays on the optimizer.

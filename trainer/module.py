@@ -249,7 +249,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         Returns:
             An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list
             of such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
-            "step"), frequency, monitor, strict, name``; or None.
+            "step"), frequency, monitor, strict, name``; or None. Of several optimizers, each trains parameters of its
+            own, and automatic optimization steps all of them in each update.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
@@ -310,7 +311,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer: ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Run one optimizer step in automatic optimization. Override this to skip steps, but always run the closure."""
+        """Run one optimizer step in automatic optimization. Override this to skip steps, but always run the closure.
+
+        If there are several optimizers, ``optimizer`` represents all of them and lists them in
+        ``optimizer.optimizers``, here and in the other methods and hooks of a step.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -357,10 +362,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             return
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise ValueError(messages.unknown("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")))
-        strategy = self.trainer.strategy
         raw = getattr(optimizer, "optimizer", optimizer)
-        strategy.unscale_gradients(raw)
-        strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.current_run.unscale_gradients(raw)
+        self.trainer.strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from .. import messages
 from ..callbacks.early_stopping import check_direction
+from .joint_optimizer import check_together
 from .manual_step_check import stepped as stepped_by_hand
 
 if TYPE_CHECKING:
@@ -203,12 +204,14 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
             f"{owner} returned {shown}, so fit runs without an optimizer and the trainer does not change any weights. "
             "Return an optimizer if weights should change."
         )
-    if module.automatic_optimization and len(optimizers) > 1:
-        raise RuntimeError(
-            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps only one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or merge them into one "
-            "with param groups."
-        )
+    if module.automatic_optimization:
+        check_together(module, optimizers, f"{owner} returned")
+        if len(optimizers) > 1 and any(isinstance(one, Mapping) and "frequency" in one for one in given or ()):
+            raise ValueError(
+                f"{owner} returned the key 'frequency' with an optimizer, but automatic optimization steps all "
+                "optimizers in each update. Leave it out, or set self.automatic_optimization = False in __init__ and "
+                "step them in training_step when you want."
+            )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
         of = getattr(config.scheduler, "optimizer", None)

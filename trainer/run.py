@@ -23,6 +23,7 @@ from .arguments import Request
 from .checkpoint_saver import Saver
 from .data_source import DataSource
 from .evaluation import EvalLoop
+from .joint_optimizer import JointOptimizer
 from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
@@ -58,6 +59,7 @@ class Run:
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         managed: the optimizers as ``self.optimizers()`` returns them.
+        joint: the optimizer that automatic optimization steps: the only one, or a :class:`.JointOptimizer` of all.
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
@@ -104,6 +106,16 @@ class Run:
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self.managed = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+        alone = len(self.managed) == 1
+        self.joint = self.managed[0] if alone else ManagedOptimizer(JointOptimizer(self._optimizers), self)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide gradients by fp16's loss scale, once per step: under automatic optimization, those of all optimizers.
+
+        ``optimizer``: whose gradients are needed.
+        """
+        together = self.module.automatic_optimization and optimizer in self._optimizers
+        self.strategy.unscale_gradients(self.joint.optimizer if together else optimizer)
 
     @cached_property
     def saver(self) -> Saver:

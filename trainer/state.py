@@ -30,7 +30,8 @@ class RunState:
         stage: what that entry point is doing now, or None.
         status: how far the run has come.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
-        global_step: optimizer steps run, across all optimizers; a step that fp16 skipped does not count.
+        global_step: optimizer steps run. Automatic optimization counts one step for all optimizers together, manual
+            optimization one for each. A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
         batches: batches trained on, across all epochs.
         settled: ``batches``, not counting those whose gradients wait in the window.

@@ -7,7 +7,6 @@ There are three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainSte
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import messages
 from .hooks import method_of, overridden, takes
+from .joint_optimizer import needs_closure
 from .loss import LossReader
 from .manual_step_check import second_backward
 from .module import TrainingModule
@@ -74,7 +74,7 @@ class TrainStep(ManualStep):
         super().__init__(run, forward)
         self.losses = losses
         module, hooks, strategy = run.module, run.hooks, run.strategy
-        self.optimizer: Optimizer = run.optimizers[0]
+        self.optimizer: Optimizer = run.joint.optimizer
         self.accumulate = run.trainer.accumulate_grad_batches
         self.share = run.source.last_share
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
@@ -86,9 +86,9 @@ class TrainStep(ManualStep):
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
-        plain = overridden(self.optimizer, "zero_grad", Optimizer) is None and own_zero is None
+        own_clear = any(overridden(optimizer, "zero_grad", Optimizer) for optimizer in run.optimizers)
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
-        clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        clear = partial(self._zero_grad, zero_grad) if own_zero or own_clear else clear_gradients
         self.clear = by_module(run, "optimizer_zero_grad", clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
@@ -203,7 +203,7 @@ class ClosureStep(TrainStep):
                 "evaluates the loss of one batch several times, so gradients of earlier batches would be lost. Use a "
                 "larger batch and accumulate_grad_batches=1."
             )
-        self.managed = run.managed[0]
+        self.managed = run.joint
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -341,14 +341,8 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
         return FreeStep(run, forward)
     if not module.automatic_optimization:
         return ManualStep(run, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.optimizers[0])
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.joint.optimizer)
     return (ClosureStep if closed else TrainStep)(run, forward, losses)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` requires a closure, as with LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
 
 
 def detached(output: Any) -> dict[str, Any] | None:

@@ -38,6 +38,7 @@ from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
+from .joint_optimizer import check_together
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
@@ -504,7 +505,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps, across all optimizers and epochs."""
+        """The number of optimizer steps across all epochs; under manual optimization, also across all optimizers."""
         return self.state.global_step
 
     @property
@@ -622,6 +623,9 @@ class Trainer:
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
+        module = self.current_run.module
+        if module is not None and module.automatic_optimization:
+            check_together(module, optimizers, "trainer.optimizers was set to")
         self.current_run.optimizers = optimizers
 
     @property

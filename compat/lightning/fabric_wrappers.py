@@ -211,7 +211,8 @@ class FabricTrainer:
         hooks = SimpleNamespace(on_before_backward=(), on_after_backward=())
         self._fabric = fabric
         self.strategy = _FabricStrategy(fabric)
-        self.current_run = SimpleNamespace(managed=optimizers, hooks=hooks)
+        unscale = self.strategy.unscale_gradients
+        self.current_run = SimpleNamespace(managed=optimizers, hooks=hooks, unscale_gradients=unscale)
         self.optimizers = [one.optimizer for one in optimizers]
         self.lr_scheduler_configs: list[Any] = []
         self.current_epoch = self.global_step = 0

@@ -135,6 +135,19 @@ def test_two_optimizers_of_a_class_are_told_apart_by_a_number() -> None:
     assert recorder.of("lr-SGD-1")[0][1] == 0.5
 
 
+def test_optimizers_that_are_stepped_together_are_logged_each_at_its_interval() -> None:
+    def two(module: Any) -> Any:
+        one, other = torch.optim.SGD([module.layer.weight], lr=0.5), torch.optim.Adam([module.layer.bias], lr=0.1)
+        return [one, other], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(one, 1, 0.5), "interval": "step"},
+            torch.optim.lr_scheduler.StepLR(other, 1, 0.5),
+        ]
+
+    recorder = run(LearningRateMonitor(), Optimized(two), max_epochs=2)
+    assert recorder.of("lr-SGD") == [(step, 0.5**step) for step in range(1, 9)]
+    assert recorder.of("lr-Adam") == [(0, 0.1), (4, 0.05)]
+
+
 def test_an_optimizer_that_steps_several_times_in_a_batch_is_logged_once_an_update() -> None:
     recorder = run(LearningRateMonitor("step"), Manual(sgd, times=3), max_epochs=1)
     steps = [step for step, _ in recorder.of("lr-SGD")]

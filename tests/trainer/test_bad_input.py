@@ -907,13 +907,13 @@ def test_an_optimizer_of_another_networks_parameters_is_warned_about(trainer: Tr
         trainer.fit(module, tiny_loader())
 
 
-def test_several_optimizers_need_manual_optimization(trainer: Trainer) -> None:
+def test_two_optimizers_of_the_same_parameters_need_manual_optimization(trainer: Trainer) -> None:
     optimizers = lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in "ab"]  # noqa: E731
     refused(
         lambda: trainer.fit(with_method("configure_optimizers", optimizers), tiny_loader()),
-        RuntimeError,
-        "Mine.configure_optimizers() returned 2 optimizers",
-        "automatic optimization steps only one",
+        ValueError,
+        "Mine.configure_optimizers() returned SGD and SGD, and the parameter",
+        "Give each parameter to one optimizer",
         "self.automatic_optimization = False",
     )
 

@@ -382,6 +382,23 @@ def test_manual_optimization_and_other_forms_of_the_step_are_refused(quiet: dict
         trained(quiet, Iterating(), compile="step")
 
 
+def test_several_optimizers_step_in_one_graph(quiet: dict[str, Any]) -> None:
+    class Joint(Net):
+        def configure_optimizers(self) -> Any:
+            matrices = torch.optim.SGD([self.net[0].weight], lr=0.1, momentum=0.9)
+            rest = torch.optim.AdamW([self.net[0].bias], lr=0.01)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(rest, 0.9)
+            return [matrices, rest], [{"scheduler": scheduler, "interval": "step"}]
+
+    plain, compiled = Joint(), Joint()
+    arguments: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    trained(quiet, plain, **arguments)
+    trainer = trained(quiet, compiled, compile=COUNTED, **arguments)
+    same_weights(compiled, plain)
+    assert trainer.global_step == 6
+    assert len(graphs) == 2  # the first and the last batch of a window
+
+
 def test_optimizers_that_do_more_than_step_are_refused(quiet: dict[str, Any]) -> None:
     def fit(make: Any) -> None:
         class Own(Net):
@@ -406,7 +423,7 @@ def test_optimizers_that_do_more_than_step_are_refused(quiet: dict[str, Any]) ->
         fit(hooked)
     with pytest.raises(ValueError, match="the step method of this SGD was replaced"):
         fit(replaced)
-    with pytest.raises(ValueError, match="there are 0 optimizers"):
+    with pytest.raises(ValueError, match="there is no optimizer"):
         fit(lambda parameters: None)
 
 

@@ -459,7 +459,16 @@ class Exact(FromHooks):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Joint(FromHooks):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
 def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"one optimizer, but Joint\.configure_optimizers\(\) returned 2\. Return one"
+    ):
+        Tuner(Trainer(**QUIET)).lr_find(Joint())
     with pytest.raises(RuntimeError, match="Manual uses manual optimization"):
         Tuner(Trainer(**QUIET)).lr_find(Manual())
     with pytest.raises(RuntimeError, match="does not work with LBFGS, which Exact uses"):
