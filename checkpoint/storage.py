@@ -241,8 +241,8 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
     where = location(path)
     if isinstance(where, Path):
         # A Path has lost the "./" of "./~/name", a folder that is named "~".
-        is_plain = isinstance(path, str) and "://" not in path
-        return os.path.abspath(os.path.expanduser(path if is_plain else where))
+        text = path if isinstance(path, str) and "://" not in path else str(where)
+        return os.path.abspath(os.path.expanduser(text))
     _must_be_known(where.parts[0].removesuffix("://"), str(where))
     return str(where)
 
