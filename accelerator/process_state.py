@@ -331,5 +331,5 @@ def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
 def _forgotten(kind: str, name: str) -> str:
     return (
         f"`{kind}` object has no attribute `{name}` anymore, because `{kind}._reset_state()` was called. Create a new "
-        f" {'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
+        f"{'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
     )
