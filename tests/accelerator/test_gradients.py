@@ -37,7 +37,9 @@ def test_the_optimizer_that_was_passed_to_prepare_is_named_where_it_steps_too_ea
             prepared.step()
             prepared.zero_grad()
     accelerator.backward(loss_of(model, data(4)[:]))
-    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called on the optimizer that was passed.*each of the 2 micro"):
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step\(\) was called on the optimizer that was passed.*each of the 2 micro"
+    ):
         own.step()
 
 
