@@ -153,7 +153,7 @@ class PartialState(Processes):
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device on this machine."""
+        """This machine's best kind of device."""
         return torch.device(find_kind("auto"))
 
     @property
@@ -172,7 +172,7 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make this process's device torch's current CUDA device."""
+        """Set torch's current CUDA device to this process's device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

@@ -230,7 +230,7 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
             pages = pages or Pages()
             sharded_loading.fill(own, value, note.dtype, pages)
     if left:
-        raise _changed(file, f"{', '.join(sorted(left)[:5])} is not in it")
+        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in it")
 
 
 def _changed(file: Path, what: str) -> ValueError:
