@@ -362,7 +362,7 @@ class Window:
         Waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: this happens inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free

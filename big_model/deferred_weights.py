@@ -34,8 +34,8 @@ class Note(NamedTuple):
     Attributes:
         file: the weight file.
         name: the tensor's name in the file.
-        dtype: dtype that floating-point values are converted to when they are read, before they are converted to the
-            parameter's dtype at that time; None converts them directly to the parameter's dtype.
+        dtype: dtype to convert floating-point values to when they are read. They are then converted to the dtype that
+            the parameter has at that time. None skips the first conversion.
     """
 
     file: Path

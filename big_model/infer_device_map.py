@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 @dataclass
 class DevicePlan:
-    """The plan of which device each part of a model is placed on.
+    """A plan that assigns a device to each part of a model.
 
     Attributes:
         device_map: device by name, for :func:`dispatch_model`.
