@@ -110,7 +110,7 @@ class Accelerator(Facts):
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
             computed for a single process.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
-            keeps its accuracy; ``"keep"`` does not.
+            keeps its accuracy; ``"keep"`` leaves them unchanged.
     """
 
     @check_names()
@@ -247,7 +247,7 @@ class Accelerator(Facts):
 
         Args:
             *objects: the objects.
-            device_placement: whether to move each object to the device.
+            device_placement: one bool per object, which says whether to move the object to the device.
 
         Returns:
             A tuple of the prepared objects in the order given, or the object itself if there is only one.
@@ -388,7 +388,7 @@ class Accelerator(Facts):
     # ---- communication -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T1) -> T1:
-        """Concatenate all processes' tensors along the first dimension, also in nested lists, tuples and dicts."""
+        """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

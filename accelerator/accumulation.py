@@ -94,7 +94,7 @@ class GradientState:
         self.checked = False
 
     def used(self) -> None:
-        """Call the functions in ``first_use``."""
+        """Call the functions in ``first_use``, and clear the list."""
         waiting, self.first_use = self.first_use, []
         for tell in waiting:
             tell()
@@ -130,7 +130,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin``."""
+        """The fields of the ``GradientAccumulationPlugin``, by name."""
         return {
             "num_steps": self.num_steps,
             "adjust_scheduler": self.adjust_scheduler,
@@ -162,7 +162,7 @@ class GradientState:
                 )
 
     def begin(self, loader: ReadLoader) -> None:
-        """Record that a pass over a loader begins."""
+        """Record that a pass over a loader has begun."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
@@ -362,7 +362,7 @@ class Window:
         Waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: this happens inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free

@@ -117,8 +117,8 @@ def _word(value: Any) -> str | None:
 def _one_of_two(arguments: Mapping[str, Any], name: str, other: str) -> Any:
     if arguments[name] is not None and arguments[other] is not None:
         raise ValueError(
-            f"Accelerator: {name}={arguments[name]!r} and {other}={arguments[other]!r} set the same thing. Leave one "
-            "out."
+            f"Accelerator: {name}={arguments[name]!r} and {other}={arguments[other]!r} are two ways to set the "
+            "same option. Leave one out."
         )
     return arguments[name]
 

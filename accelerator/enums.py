@@ -57,7 +57,7 @@ class Word(str, Enum):
 
 
 class DistributedType(Word):
-    """How processes share the work."""
+    """Kinds of distributed training."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -80,7 +80,7 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """A source of random numbers."""
+    """Sources of random numbers."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -157,7 +157,7 @@ class FP8BackendType(Word):
 
 
 class SageMakerDistributedType(Word):
-    """How SageMaker shares the work."""
+    """Kinds of distributed training on SageMaker."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"

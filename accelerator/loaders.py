@@ -266,7 +266,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _looks_ahead(self) -> bool:
-        """Return True to fetch one batch ahead: to overlap copies to a GPU, or because the length may be inexact."""
+        """Return True to fetch one batch ahead, to overlap copies to a GPU or because the length may be inexact."""
         if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}

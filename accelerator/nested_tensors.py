@@ -110,7 +110,7 @@ def find_batch_size(data: Any) -> int:
     """Return the size of the first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
-        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data that contains one.")
+        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data with a tensor.")
     return found
 
 
@@ -171,7 +171,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 class TensorInformation:
-    """Shape and dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

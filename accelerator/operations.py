@@ -23,7 +23,7 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
-    """The processes passed different inputs to an operation."""
+    """Raised if processes pass different inputs to an operation."""
 
 
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:

@@ -125,7 +125,7 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of processes that share one sample."""
+        """Number of processes that share each sample."""
         return self.size("tp") * self.size("cp") * self.size("sp")
 
     dp_replicate_enabled = _Enabled("dp_replicate", "Whether the model is replicated.")

@@ -177,7 +177,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return None
         messages.info_once(
             f"use_regional_compilation found no list of blocks of the same class in {type(module).__name__}, so the "
-            "whole module is compiled at once."
+            "entire module is compiled at once."
         )
         return compiler
 

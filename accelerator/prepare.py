@@ -145,7 +145,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers to models in eval mode, because checkpoints contain these."""
+        """When a pass begins, give models in eval mode the buffers of rank 0, because checkpoints contain those."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:

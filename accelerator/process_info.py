@@ -35,7 +35,7 @@ class Processes:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes share the work."""
+        """The kind of distributed training."""
         return type_of(self.strategy)
 
     @property
@@ -139,7 +139,7 @@ class Processes:
 
 
 def type_of(strategy: Strategy) -> DistributedType:
-    """Return how the processes of a strategy share the work."""
+    """Return the kind of distributed training that a strategy does."""
     names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
     if "deepspeed" in names:
         return DistributedType.DEEPSPEED

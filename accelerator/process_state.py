@@ -153,7 +153,7 @@ class PartialState(Processes):
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device on this machine."""
+        """This machine's best kind of device."""
         return torch.device(find_kind("auto"))
 
     @property
@@ -172,7 +172,7 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make this process's device torch's current CUDA device."""
+        """Set torch's current CUDA device to this process's device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -331,5 +331,5 @@ def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
 def _forgotten(kind: str, name: str) -> str:
     return (
         f"`{kind}` object has no attribute `{name}` anymore, because `{kind}._reset_state()` was called. Create a new "
-        f" {'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
+        f"{'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
     )

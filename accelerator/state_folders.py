@@ -240,7 +240,7 @@ class HookFiles:
     """Makes the files that hooks write appear together with a state, or not at all.
 
     Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, their files
-    are moved out of the hidden folder. Files that they replace are kept there until the state is complete; see
+    are moved out of it. Files that they replace are kept in the hidden folder until the state is complete; see
     :func:`settle_files`. Every rank must create this object.
 
     Args:

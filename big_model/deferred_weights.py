@@ -34,8 +34,8 @@ class Note(NamedTuple):
     Attributes:
         file: the weight file.
         name: the tensor's name in the file.
-        dtype: dtype that floating-point values are converted to when they are read, before they are converted to the
-            parameter's dtype at that time; None converts them directly to the parameter's dtype.
+        dtype: dtype to convert floating-point values to when they are read. They are then converted to the dtype that
+            the parameter has at that time. None skips the first conversion.
     """
 
     file: Path
@@ -230,7 +230,7 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
             pages = pages or Pages()
             sharded_loading.fill(own, value, note.dtype, pages)
     if left:
-        raise _changed(file, f"{', '.join(sorted(left)[:5])} is not in it")
+        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in it")
 
 
 def _changed(file: Path, what: str) -> ValueError:

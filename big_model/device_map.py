@@ -85,7 +85,7 @@ def torch_device(device: Any, what: str) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
     if found.type != "meta" and (found.index or 0) >= count:
-        seen = f"{count} of this kind" if count else "none"
+        seen = f"only {count} of this kind" if count else "no such device"
         raise ValueError(
             f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or make more devices "
             "visible."

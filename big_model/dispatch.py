@@ -46,7 +46,7 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Move each part of a model to its device in a map, so that the model runs from there. Returns the same object.
+    """Move each part of a model to its device in a map, and make the model run there. Returns the same object.
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a

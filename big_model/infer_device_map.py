@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 @dataclass
 class DevicePlan:
-    """The plan of which device each part of a model is placed on.
+    """A plan that assigns a device to each part of a model.
 
     Attributes:
         device_map: device by name, for :func:`dispatch_model`.
@@ -176,7 +176,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
             free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
     if not isinstance(max_memory, Mapping):
-        raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
+        raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass a dict such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
     if isinstance(max_memory, MutableMapping):
         texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]

@@ -42,7 +42,7 @@ def cores_each(facts: Facts) -> int:
 
 
 def data_bound(case: Case) -> Finding | None:
-    """Report steps that wait for data where more workers are not enough."""
+    """Report that steps wait for data and that more workers would not be enough."""
     facts = _waits_for_data(case)
     if facts is None:
         return None
@@ -76,7 +76,7 @@ def data_bound(case: Case) -> Finding | None:
 
 
 def too_few_workers(case: Case) -> Finding | None:
-    """Report steps that wait for data where more workers are enough."""
+    """Report that steps wait for data and that more workers would be enough."""
     facts = _waits_for_data(case)
     if facts is None or facts.loader.get("num_workers") is None:
         return None
@@ -115,7 +115,7 @@ def too_many_workers(case: Case) -> Finding | None:
 
 
 def pageable_copies(case: Case) -> Finding | None:
-    """Report batches that are copied to a GPU from memory that is not pinned."""
+    """Report that batches are copied to a GPU from memory that is not pinned."""
     facts = case[0]
     share = max(facts.share("copy") for facts in case)
     if facts.device != "cuda" or facts.loader.get("pin_memory") is not False or share < COPIES:

@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def compute(self) -> float:
-        """Seconds per step of forward, backward and optimizer."""
+        """Seconds per step spent in forward, backward and optimizer."""
         parts = self.parts
         return sum(parts.get(name, 0.0) for name in ("forward", "backward", "optimizer")) / max(self.steps, 1)
 
@@ -197,7 +197,7 @@ def numa_of(device: torch.device) -> dict[str, Any]:
 
 
 def loader_facts(loader: Any) -> dict[str, Any]:
-    """Return a loader's settings, if it is a DataLoader."""
+    """Return a loader's class and, if it is a DataLoader, its settings."""
     found: dict[str, Any] = {"kind": type(loader).__name__}
     if isinstance(loader, DataLoader):
         found |= {

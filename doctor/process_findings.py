@@ -1,4 +1,4 @@
-"""Findings about processes that work together."""
+"""Findings about how processes work together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def communication_bound(case: Case) -> Finding | None:
 
 
 def stragglers(case: Case) -> Finding | None:
-    """Report a process so slow that the other processes wait for it."""
+    """Report a process that is so slow that the other processes wait for it."""
     slowest = max(case, key=_own)
     others = [facts for facts in case if facts.rank != slowest.rank]
     if not others:

@@ -42,13 +42,13 @@ class Report:
 
     @property
     def problems(self) -> list[Finding]:
-        """Findings that cost something in this run."""
+        """Findings that cost time in this run."""
         return [finding for finding in self.findings if not finding.is_note]
 
     # ---- text ------------------------------------------------------------------------------------------------------
 
     def verdict(self) -> str:
-        """Return the report in a few sentences."""
+        """Summarize the report in a few sentences."""
         first = self.ranks[0]
         if not first.steps:
             return (
@@ -197,7 +197,7 @@ class Report:
         return cls(ranks, [Finding(**one) for one in data["findings"]], data.get("trials", []))
 
     def write(self, folder: str | Path | None, name: str = "doctor") -> tuple[Path, Path]:
-        """Write ``<name>.html`` and ``<name>.json`` and report their paths."""
+        """Write ``<name>.html`` and ``<name>.json``, print where they are, and return their paths."""
         place = Path("." if folder is None else folder)
         place.mkdir(parents=True, exist_ok=True)
         page, data = place / f"{name}.html", place / f"{name}.json"

@@ -189,7 +189,7 @@ class _Plan(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Plans with the same key share a simulation."""
+        """A key that is the same for plans that share a simulation."""
         return type(self.strategy) if self.shared else id(self.strategy)
 
 

@@ -37,7 +37,9 @@ def test_the_optimizer_that_was_passed_to_prepare_is_named_where_it_steps_too_ea
             prepared.step()
             prepared.zero_grad()
     accelerator.backward(loss_of(model, data(4)[:]))
-    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called on the optimizer that was passed.*-batch of 2"):
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step\(\) was called on the optimizer that was passed.*each of the 2 micro"
+    ):
         own.step()
 
 
@@ -288,7 +290,7 @@ def test_a_plain_backward_inside_accumulate_is_refused() -> None:
 
 def test_a_backward_without_the_accelerator_is_named_once_under_fp16() -> None:
     (said,) = _windows_with("scaled", mixed_precision="fp16")
-    assert "SGD.step() divides gradients by fp16's loss scale" in said
+    assert "SGD.step() divides gradients by the fp16 loss scale" in said
     assert "accelerator.backward(loss) instead of loss.backward()" in said
 
 

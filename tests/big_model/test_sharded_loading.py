@@ -427,7 +427,7 @@ def resize(module: Any) -> None:
         module.network.embed = nn.Embedding(WORDS + 2, WIDTH)
 
 
-@pytest.mark.parametrize(("change", "said"), [(zero, "changed in place"), (resize, "replaced by another")])
+@pytest.mark.parametrize(("change", "said"), [(zero, "changed in place"), (resize, "replaced by a new parameter")])
 def test_a_change_to_a_loaded_model_that_would_be_lost_is_an_error(change: Any, said: str, folder: Path) -> None:
     def run() -> None:
         with pytest.raises(

@@ -185,7 +185,7 @@ INDEXES = {
 def test_an_index_that_is_none_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* is not an index of weights"):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* is not a valid weight index"):
         weight_files(tmp_path)
 
 
