@@ -74,7 +74,7 @@ SAID = (
     "submodules of Net are in eval mode",
     "no step metrics reach the loggers",
     "improved from",
-    "not logged yet",
+    "not been logged yet",
     "can neither be stored nor pickled",
     "Step 4: saved",
 )
