@@ -482,7 +482,7 @@ def test_of_several_optimizers_the_first_trains_the_backbone(tmp_path: Path) -> 
         (
             {"backbone_initial_lr": 0.1, "initial_denom_lr": 2.0},
             ValueError,
-            ["'backbone_initial_lr' and 'initial_denom_lr'", "take effect", "Pass one"],
+            ["'backbone_initial_lr' and 'initial_denom_lr'", "only one of them", "Pass only one"],
         ),
     ],
 )

@@ -239,7 +239,7 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
             EMAWeightAveraging,
             {"update_every_n_steps": 1.5},
             TypeError,
-            ["update_every_n_steps=1.5", "is a count", "integer"],
+            ["update_every_n_steps=1.5", "is a float", "integer"],
         ),
         (EMAWeightAveraging, {"update_starting_at_step": -1}, ValueError, ["update_starting_at_step=-1", "at least 0"]),
         (

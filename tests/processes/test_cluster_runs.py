@@ -74,7 +74,7 @@ SAID = (
     "submodules of Net are in eval mode",
     "no step metrics reach the loggers",
     "improved from",
-    "not logged yet",
+    "not been logged yet",
     "cannot be stored or pickled",
     "Step 4: saved",
 )

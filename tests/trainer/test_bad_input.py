@@ -93,7 +93,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("min_steps", 1.5, TypeError, ("min_steps=1.5", "a float", COUNT)),
     ("max_time", "soon", ValueError, ("max_time", "'soon'", "'DD:HH:MM:SS'", "or pass a timedelta")),
     ("max_time", {"hour": 2}, ValueError, ("max_time", "'hour'", "Did you mean 'hours'?", "Choose")),
-    ("max_time", 3600, TypeError, ("max_time", "3600", "unit is unknown", "Pass a timedelta")),
+    ("max_time", 3600, TypeError, ("max_time", "3600", "unit is unknown", "Pass timedelta")),
     ("max_time", timedelta(-1), ValueError, ("max_time", "-1", "Pass a duration")),
     ("grace_seconds", 5, ValueError, ("grace_seconds=5", "without max_time", "Pass max_time")),
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
@@ -1271,7 +1271,7 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
         hook,
         "is empty",
         "is 0",
-        "Check its dataset",
+        "Check the dataset",
     )
 
 
@@ -1343,7 +1343,7 @@ def make_something_else(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (cut, ("good.ckpt", "damaged", "Use another one")),
+        (cut, ("good.ckpt", "damaged", "Use a different checkpoint")),
         (make_newer, ("good.ckpt", "99", "reads formats up to 1", "Upgrade paceline")),
         (
             make_other,
@@ -1355,7 +1355,7 @@ def make_something_else(path: Path) -> None:
             ),
         ),
         (make_something_else, ("good.ckpt", "state_dict", "'weights'")),
-        (Path.unlink, ("good.ckpt", "no such file", "contains no files")),
+        (Path.unlink, ("good.ckpt", "does not exist", "contains no files")),
     ],
     ids=["truncated", "newer", "of another model", "no checkpoint", "missing"],
 )
