@@ -92,8 +92,8 @@ def _missing(accelerator: str, what: str) -> str:
     why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
-        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch "
-        f"{torch.__version__} is built {build}. "
+        f"Trainer(accelerator={accelerator!r}): this process sees no {what}{why}, and torch {torch.__version__} is "
+        f"built {build}. "
         "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build that supports it."
     )
 

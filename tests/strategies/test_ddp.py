@@ -546,7 +546,7 @@ def test_a_skipped_batch_is_refused() -> None:
 def test_unknown_and_own_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"DDPStrategy argument 'bucket_cap'\. Did you mean 'bucket_cap_mb'"):
         DDPStrategy(bucket_cap=1)
-    with pytest.raises(TypeError, match=r"DDPStrategy\(device_ids=...\): the strategy sets this itself"):
+    with pytest.raises(TypeError, match=r"DDPStrategy\(device_ids=...\): the strategy sets this argument itself"):
         DDPStrategy(device_ids=[0])
     with pytest.raises(ValueError, match=r"Unknown ddp_comm_hook 'fp61'\. Did you mean 'fp16'"):
         DDPStrategy(ddp_comm_hook="fp61")

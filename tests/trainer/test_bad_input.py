@@ -97,7 +97,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("max_time", timedelta(-1), ValueError, ("max_time", "-1", "Pass a duration")),
     ("grace_seconds", 5, ValueError, ("grace_seconds=5", "without max_time", "Pass max_time")),
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
-    ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "None leaves")),
+    ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "Pass None")),
     ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
     ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "signals to actions", "Pass a dict")),
     *[
@@ -396,7 +396,7 @@ def test_a_strategy_for_the_cpu_contradicts_another_kind_of_device(monkeypatch: 
         lambda: Trainer(strategy=SingleDevice("cpu"), accelerator="gpu"),
         ValueError,
         "accelerator='gpu'",
-        "contradicts the SingleDevice",
+        "contradicts strategy=SingleDevice",
         "on cpu",
         "Leave accelerator out",
     )

@@ -790,7 +790,7 @@ def test_a_module_can_be_trained_on_after_an_error_or_says_that_it_cannot() -> N
         return weights(train(module, FSDPStrategy(), 2, 3, precision="64-true"))
 
     if not hasattr(FSDPModule, "reset_iter_state"):
-        with pytest.raises(RanksError, match=r"left this Failing in the middle of a step.*upgrade torch"):
+        with pytest.raises(RanksError, match=r"run of this Failing in the middle of a step.*upgrade torch"):
             ranks(2, run)
         return
     module = Transformer()
