@@ -37,7 +37,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     bound = run.strategy.bind_step(called, run.model, training=name == "training_step")
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
-        return bound  # it is traced, not called
+        return bound  # the step is traced, not called
     return by_strategy(run, name, bound)
 
 

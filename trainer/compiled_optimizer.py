@@ -57,7 +57,7 @@ class TracedOptimizer:
                 copy["lr"] = rate.now(copy["lr"])
             if self.cycled and "betas" in copy:
                 copy["betas"] = tuple([data.now(beta) for data, beta in zip(betas, copy["betas"], strict=True)])
-            if copy.get("fused"):  # the compiler fuses by itself
+            if copy.get("fused"):  # the compiler fuses the step itself
                 copy["fused"] = False
 
     def step(self) -> None:

@@ -251,7 +251,7 @@ class EvalLoop:
         strategy = self.run.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
         found = strategy.gather_objects((strategy.data_rank, outputs))
-        shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each share of the data once
+        shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each shard of the data once
         rounds = range(max(len(share) for share in shares))
         return [share[number] for number in rounds for share in shares if number < len(share)]
 

@@ -359,7 +359,7 @@ class MetricStore:
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
                 continue
-            trains = self.state.stage == "train"  # a step value of an evaluation is for the loggers only
+            trains = self.state.stage == "train"  # an evaluation's step values only go to the loggers
             if trains and record.on_step and (value := record.step_value()) is not None:
                 self._keep(record, record.step_key, value)
             if record.on_epoch:

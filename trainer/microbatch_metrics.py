@@ -144,7 +144,7 @@ def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
     """Call a function; for each name that it logs, ``listener`` returns the object to use in place of a record."""
-    before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
+    before, store.records = store.records, Table()  # empty, so that every self.log call requests its record
     store.listener = listener
     try:
         return function(*args)

@@ -222,7 +222,7 @@ class ClosureStep(TrainStep):
             if evaluated:
                 self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
-            self.managed.expected = False  # nobody steps while training_step runs
+            self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
             self.managed.expected = True
