@@ -130,7 +130,7 @@ def test_save_writes_tensors_as_safetensors_when_asked(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).T
     accelerator.save({"a": tensor}, tmp_path / "a.safetensors", safe_serialization=True)
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], tensor)
-    with pytest.raises(TypeError, match=r"has other values \(n\)"):
+    with pytest.raises(TypeError, match=r"also has non-tensor values \(n\)"):
         accelerator.save({"a": tensor, "n": 1}, tmp_path / "b.safetensors", safe_serialization=True)
     with pytest.raises(TypeError, match="is of type list"):
         accelerator.save([tensor], tmp_path / "b.safetensors", safe_serialization=True)

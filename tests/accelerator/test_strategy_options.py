@@ -294,7 +294,7 @@ def test_deepspeeds_configuration_may_ask_for_its_16_bits(mode: str, name: str) 
     for word in (None, mode):
         choice = Choice(deepspeed_plugin=plugin, settings={"mixed_precision": word})
         assert precision_of(choice, "cpu").name == name
-    with pytest.raises(ValueError, match=f"says {mode}.enabled=true, but mixed_precision is 'no'"):
+    with pytest.raises(ValueError, match=f"has {mode}.enabled=true, but mixed_precision is 'no'"):
         precision_of(Choice(deepspeed_plugin=plugin, settings={"mixed_precision": "no"}), "cpu")
 
 

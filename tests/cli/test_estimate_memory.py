@@ -184,7 +184,7 @@ def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pyte
         (["mine.py"], "Add the function that builds the model: mine.py:build_model"),
         (["mine.py:bild"], "no function or class 'bild'. Did you mean 'build'?"),
         (["mine.py:torch"], "no function or class 'torch'"),
-        (["mine.py:build", "--device_memory", "much"], "--device_memory='muchB' is not a size"),
+        (["mine.py:build", "--device_memory", "much"], "--device_memory='muchB' is not a valid size"),
         (["mine.py:build", "--batch_size", "0"], "--batch_size must be 1 or more"),
         (["mine.py:fixed", "--sequence_length", "8"], "has no parameter sequence_length"),
         (["mine.py:Net", "--optimizer", "adamv"], "Unknown optimizer 'adamv'"),
