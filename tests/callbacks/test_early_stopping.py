@@ -287,7 +287,11 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
     [
         ({"monitor": ""}, TypeError, r"monitor=''.*is not the name of a metric.*self\.log"),
         ({"monitor": None}, TypeError, r"monitor=None.*is not the name of a metric.*self\.log"),
-        ({"monitor": "x", "mode": "mim"}, ValueError, r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*are better"),
+        (
+            {"monitor": "x", "mode": "mim"},
+            ValueError,
+            r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*are better",
+        ),
         ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*a worse metric.*0 or more"),
         ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*must be a whole number"),
         ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*must be a whole number"),
