@@ -153,7 +153,7 @@ def test_the_grace_time_is_kept_for_what_follows(clock: Clock) -> None:
 
 
 def test_a_grace_time_without_an_end_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"grace_seconds=3\) without max_time"):
+    with pytest.raises(ValueError, match=r"grace_seconds=3\) has no effect without max_time"):
         make_trainer(grace_seconds=3)
     for seconds in (-1, float("nan"), "5"):
         with pytest.raises(ValueError, match=r"Timer: grace_seconds=.*Pass the number of seconds"):

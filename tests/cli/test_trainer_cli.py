@@ -592,7 +592,7 @@ def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, mo
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
     written(**{where: {"class_path": "stranger.CommandedNet"} if where == "activation" else "stranger.CommandedNet"})
-    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which is not imported"):
+    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which has not been imported"):
         CommandedNet.load_from_checkpoint("x.ckpt")
 
 

@@ -554,7 +554,7 @@ def test_arguments_of_methods_that_do_nothing_are_refused(trainer: Trainer) -> N
         ValueError,
         "storage_options={'x': 1}",
         "fsspec's settings",
-        "Leave it out",
+        "Leave the argument out",
     )
 
 
@@ -868,7 +868,7 @@ def test_two_ways_to_accumulate_contradict_each_other(quiet: dict[str, Any]) -> 
         ValueError,
         "accumulate_grad_batches=2",
         "GradientAccumulationScheduler",
-        "Leave one of them out",
+        "Remove one of them",
     )
 
 

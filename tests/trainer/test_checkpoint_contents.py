@@ -250,7 +250,7 @@ def test_weights_under_a_prefix_get_a_hint(tmp_path: Path):
     content["state_dict"] = {f"model.net.{key}": value for key, value in content["state_dict"].items()}
     single_file.write(content, tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"names would match without the prefix 'model\.net\.': remove it in on_load"
+        RuntimeError, match=r"names would match without the prefix 'model\.net\.', so remove it in on_load"
     ):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
