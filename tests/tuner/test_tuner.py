@@ -465,7 +465,9 @@ class Joint(FromHooks):
 
 
 def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"one optimizer, but Joint\.configure_optimizers\(\) returned 2\. Return one"):
+    with pytest.raises(
+        RuntimeError, match=r"one optimizer, but Joint\.configure_optimizers\(\) returned 6\. Return one"
+    ):
         Tuner(Trainer(**QUIET)).lr_find(Joint())
     with pytest.raises(RuntimeError, match="Manual uses manual optimization"):
         Tuner(Trainer(**QUIET)).lr_find(Manual())
