@@ -286,6 +286,7 @@ if __name__ == "__main__":
 TOLD = ["['--lr', '1'] paceline.trainer.trainer", "child paceline.trainer.trainer", "spawned paceline.trainer.trainer"]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.cold
 @pytest.mark.parametrize("start", [["train.py"], ["-m", "train"]])
 def test_a_program_and_the_processes_that_it_starts_find_it(start: list[str], tmp_path: Path) -> None:
