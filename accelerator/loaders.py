@@ -239,10 +239,7 @@ class PreparedLoader(DataLoader[Any]):
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         """Return the batches of a pass, starting at batch number ``start``."""
         order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
-        ahead, seed, skip = self._looks_ahead(), None, start
-        if self.seed is not None:
-            seed_shuffling(order, self.seed, epoch)
-            seed = mixed(self.seed, epoch, strategy.data_rank)
+        ahead, seed, skip = self._looks_ahead(), self._settle_order(epoch), start
         ended = resume is not None and resume["ended"]
         if resume is not None:
             knows_place = load_loader_state(order, resume["loader"], not ended, self._is_mine(resume))
@@ -264,6 +261,13 @@ class PreparedLoader(DataLoader[Any]):
             what_fetching_changes(order) if ahead and reads else None,
             before_fetch,
         )
+
+    def _settle_order(self, epoch: int) -> int | None:
+        """Settle the order of a pass before it begins; returns the seed of its workers, None for torch's."""
+        if self.seed is None:
+            return None
+        seed_shuffling(self._order, self.seed, epoch)
+        return mixed(self.seed, epoch, self.strategy.data_rank)
 
     def _looks_ahead(self) -> bool:
         """Return True to fetch one batch ahead, to overlap copies to a GPU or because the length may be inexact."""
@@ -366,8 +370,8 @@ class PreparedLoader(DataLoader[Any]):
                 )
             place.resume = None
         place.epoch = epoch
-        if self.seed is not None and place.current is None:
-            seed_shuffling(self._order, self.seed, epoch)
+        if place.current is None:
+            self._settle_order(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's position as plain data and tensors, for a checkpoint."""
@@ -457,6 +461,7 @@ def prepare_data_loader(
     gradient_state: GradientState | None = None,
     seed: int | None = 0,
     device_placement: bool = True,
+    kind: Callable[..., PreparedLoader] = PreparedLoader,
 ) -> PreparedLoader:
     """Return a loader that yields this process's part of ``loader`` on its device. Every process must call this.
 
@@ -480,7 +485,7 @@ def prepare_data_loader(
     config = config or DataLoaderConfiguration()
     if config.use_stateful_dataloader:
         loader = _stateful(loader)
-    return PreparedLoader(loader, strategy, config, gradient_state, seed, device_placement)
+    return kind(loader, strategy, config, gradient_state, seed, device_placement)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -496,7 +501,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         raise ValueError(f"skip_first_batches: num_batches={num_batches} is negative. Pass 0 or more.")
     if not isinstance(loader, PreparedLoader):
         loader = PreparedLoader(loader, Strategy(), DataLoaderConfiguration())
-    skipping = object.__new__(PreparedLoader)
+    skipping = object.__new__(type(loader))
     vars(skipping).update(vars(loader), _skip=num_batches, _batch=None)
     return skipping
 

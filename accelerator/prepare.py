@@ -57,6 +57,7 @@ class Prepared:
         placements: models with their strategies, keyed by the module's ID. Like the lists below, it is in order of
             preparation.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
+        loader_kind: class of the prepared loaders.
         errors: explains errors in the models and optimizers.
     """
 
@@ -75,6 +76,7 @@ class Prepared:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     seed: int | None = None
+    loader_kind: Callable[..., PreparedLoader] = PreparedLoader
 
     def __post_init__(self) -> None:
         self._connect()
@@ -286,6 +288,7 @@ class Prepared:
             self.gradient_state,
             self.seed,
             self.device_placement if place is None else place,
+            self.loader_kind,
         )
         self.loaders.append(prepared)
         return prepared

@@ -11,6 +11,7 @@ import torch
 from .. import messages
 from ..processes.cluster_environment import find_cluster
 from ..processes.seed import numpy_random, seed_everything
+from ..strategies.base import Strategy
 from .process_state import PartialState
 
 _KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
@@ -37,7 +38,11 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"``.
         generator: the generator to synchronize, for ``"generator"``.
     """
-    strategy, kind = PartialState().strategy, getattr(rng_type, "value", rng_type)
+    share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)
+
+
+def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator | None = None) -> None:
+    """Like :func:`synchronize_rng_state`, among the processes of a strategy."""
     if kind not in _KINDS:
         raise ValueError(messages.unknown("rng_type", kind, _KINDS))
     if kind == "python":

@@ -19,7 +19,7 @@ from .uneven_shards import Shard
 
 _MISSING = object()
 
-#: States of the user's generators when :func:`seed_shuffling` last ran for an epoch, newest last.
+#: States of the user's generators when :func:`announce_epoch` was last called, newest last.
 _at_epoch_start: dict[torch.Generator, Tensor] = {}
 _MOST_GENERATORS = 64  # a limit, because torch 2.11 has no weak references to generators
 
@@ -110,16 +110,13 @@ def count_batches(loader: Any, limit: float | int | None, what: str) -> int | fl
 
 
 def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
-    """Make the order of the next epoch depend only on ``seed`` and ``epoch``. Call this before each epoch.
+    """Make the order of the next epoch depend only on ``seed`` and ``epoch``, and call :func:`announce_epoch`.
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both are reseeded each time. A generator that the user passed is left alone. If the loader, its samplers or
-    its dataset have ``set_epoch``, it is called. All processes draw the same order, and each process uses its part of
-    it; the seeds of workers that augment samples differ between processes.
+    seeds; both are reseeded each time. A generator that the user passed is left alone. All processes draw the same
+    order, and each process uses its part of it; the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
-        for generator in _generators(leaf):
-            _note_epoch_start(generator, generator.get_state())
         samplers, shard = samplers_of(leaf), shard_of(leaf)
         if shard is not None:
             shard.order_seed = mixed(seed, epoch, index)
@@ -130,7 +127,18 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
                 apart = () if shard is None or shard.alike or owner is not leaf else (shard.division.rank,)
                 owner.generator.manual_seed(mixed(seed, epoch, index, place, *apart))
-        for owner in (leaf, *samplers, getattr(leaf, "dataset", None)):
+    announce_epoch(loader, epoch)
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of the loader, its samplers and its dataset, and note the states of the user's generators.
+
+    Call it before each epoch: a resumed epoch begins with the noted states.
+    """
+    for leaf in leaves_of(loader):
+        for generator in _generators(leaf):
+            _note_epoch_start(generator, generator.get_state())
+        for owner in (leaf, *samplers_of(leaf), getattr(leaf, "dataset", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)

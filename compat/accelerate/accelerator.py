@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...accelerator import accelerator, accumulation
 from ...accelerator.nested_tensors import recursively_apply
+from .loaders import DataLoaderShard
 
 
 class _OfTheLast(type):
@@ -39,6 +40,7 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
+        self.prepared.loader_kind = functools.partial(DataLoaderShard, rng_types=self.rng_types or ())
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ _PLACES = {
         "load_config_from_file parse_choice_from_env parse_flag_from_env patch_environment "
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
+    "compat.accelerate.loaders": "DataLoaderShard",
     "compat.accelerate.models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
@@ -115,7 +116,6 @@ _PLACES = {
 _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
     "DataLoaderAdapter": Target("accelerator.loaders", "PreparedLoader"),
-    "DataLoaderShard": Target("accelerator.loaders", "PreparedLoader"),
     "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ from ...accelerator import loaders, operations
 from ...accelerator.model_weights import save_object
 from ...accelerator.process_state import PartialState
 from ...strategies.base import Strategy
+from .loaders import DataLoaderShard
 
 
 def _strategy() -> Strategy:
@@ -81,8 +83,8 @@ def prepare_data_loader(
 ) -> Any:
     """Return a loader that yields this process's part of the data.
 
-    ``device`` and ``rng_types`` are accepted and ignored, because batches go to this process's device and the order is
-    always the same on all processes. ``options`` are arguments of ``DataLoaderConfiguration``.
+    ``device`` is accepted and ignored, because batches go to this process's device. ``options`` are arguments of
+    ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
     for name, given, own in (
@@ -97,6 +99,5 @@ def prepare_data_loader(
     for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
         options.pop(name, None)
     config = loaders.DataLoaderConfiguration(**options)
-    return loaders.prepare_data_loader(
-        dataloader, strategy, config, seed=torch.initial_seed() % 2**63, device_placement=put_on_device
-    )
+    kind = functools.partial(DataLoaderShard, rng_types=rng_types or ())
+    return loaders.prepare_data_loader(dataloader, strategy, config, device_placement=put_on_device, kind=kind)

@@ -1,0 +1,102 @@
+"""Prepared loaders with Accelerate's order: the same script with the same seed draws the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from ...accelerator.accumulation import GradientState
+from ...accelerator.dispatched_loader import Dispatched
+from ...accelerator.loader_positions import Pass
+from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
+from ...accelerator.random_seeds import share_random_state
+from ...data.batches import Batches
+from ...data.loaders import announce_epoch, replaced, users_generators
+from ...data.sample_order import pass_over
+from ...strategies.base import Strategy
+
+
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader whose shuffling and random numbers are Accelerate's.
+
+    On one process the loader draws its order from torch's global generator, as without Accelerate. On several, its
+    sampler gets a generator of its own, seeded with one draw of the global one. With ``use_seedable_sampler`` the order
+    depends on the seed and the number of complete passes. The next batch is always fetched before the current one is
+    handed out. Iterable datasets are read by process 0.
+
+    Args:
+        rng_types: random states that all processes take from process 0 when a pass begins; see
+            ``synchronize_rng_states``.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        strategy: Strategy,
+        config: DataLoaderConfiguration,
+        gradient_state: GradientState | None = None,
+        seed: int | None = None,
+        device_placement: bool = True,
+        rng_types: Sequence[Any] = (),
+    ) -> None:
+        sampler, seed = _sampler_of(loader), None
+        dispatches = config.dispatch_batches
+        if dispatches is None:
+            dispatches = device_placement and isinstance(loader.dataset, IterableDataset)
+        if dispatches:
+            loader = replaced(loader, generator=None)
+        if config.use_seedable_sampler:
+            if isinstance(sampler, RandomSampler):
+                own = torch.initial_seed() if config.data_seed is None else config.data_seed
+                seed = strategy.broadcast(own)  # set_seed(device_specific=True) sets another one on each process
+                sampler.generator = torch.Generator()
+        elif not dispatches and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
+            sampler.generator = torch.Generator().manual_seed(_draw())
+        kinds = [kind for kind in map(str, rng_types) if kind != "generator"]
+        config = replace(config, dispatch_batches=dispatches, data_seed=None)
+        vars(self).update(_sampler=sampler, _rng_types=kinds, _first=True)
+        super().__init__(loader, strategy, config, gradient_state, seed, device_placement)
+
+    def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
+        strategy = self.strategy
+        if strategy.num_data_ranks > 1:
+            if isinstance(self._source, Dispatched):
+                if strategy.global_rank:
+                    pass_over(self.base, self._first, 0)  # Accelerate starts the loader on every process
+            else:
+                for generator in users_generators(self._source):
+                    generator.set_state(strategy.broadcast(generator.get_state()))
+            for kind in self._rng_types:
+                share_random_state(strategy, kind)
+        vars(self)["_first"] = False
+        return super()._batches(epoch, start, resume)
+
+    def _settle_order(self, epoch: int) -> int | None:
+        if self.seed is not None:
+            self._sampler.generator.manual_seed(self.seed + epoch)
+        announce_epoch(self._order, epoch)
+        return None
+
+    def _looks_ahead(self) -> bool:
+        return True
+
+    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
+        self._place.epoch = one.epoch
+        yield from super()._hand_out(one, iterator)
+        self._place.epoch += 1
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler of a loader's batch sampler; None if there is none."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
+def _draw() -> int:
+    """A seed from torch's global generator."""
+    return int(torch.empty((), dtype=torch.int64).random_())
