@@ -7,8 +7,11 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from .. import messages
-from ..report import compare_runs, history, run_page
+from ..report import history
 from ..report.history import History
+
+#: Titles, each with the rows below it.
+Parts = list[tuple[str, list[Any]]]
 
 _EPILOG = """\
 A run has a record if it used Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, also
@@ -35,6 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the page and print the main figures."""
+    from ..report.run_page import write
+
     given = arguments.runs
     if len(given) > 2:
         raise ValueError(f"{len(given)} runs were given ({messages.names(given, 'and')}). Pass one or two runs.")
@@ -43,43 +48,44 @@ def run(arguments: Namespace) -> int:
         raise ValueError(
             f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Pass the folders of two runs."
         )
+    page, facts, parts = _of_one(found[0]) if len(found) == 1 else _of_two(*found)
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
-    page = run_page.single(found[0]) if len(found) == 1 else compare_runs.pair(*found)
-    path = run_page.write(arguments.output or beside, page)
-    facts = _of_one(found[0]) if len(found) == 1 else _of_two(*found)
-    messages.answer(json.dumps({**facts, "page": path}, indent=2) if arguments.json else _as_text(facts, path, found))
+    path = write(arguments.output or beside, page)
+    messages.answer(json.dumps({**facts, "page": path}, indent=2) if arguments.json else _as_text(parts, path))
     return 0
 
 
-def _of_one(history: History) -> dict[str, Any]:
+def _of_one(history: History) -> tuple[str, dict[str, Any], Parts]:
+    """The page of a run, its main figures, and these in parts for the terminal."""
+    from ..report import run_page
+
     last = {name: points[-1][1] for name, points in sorted(history.curves().items())}
-    return {
-        "record": str(history.path),
-        "run": run_page.overview(history),
-        "seconds": history.clock,
-        "last": last,
-        "error": {name: history.error.get(name) for name in ("type", "text")} if history.error else None,
-    }
+    error = {name: history.error.get(name) for name in ("type", "text")} if history.error else None
+    overview = run_page.overview(history)
+    facts = {"record": str(history.path), "run": overview, "seconds": history.clock, "last": last, "error": error}
+    parts: Parts = [("", list(overview.items())), ("Seconds", list(history.clock.items()))]
+    parts += [("Last values", list(last.items()))]
+    parts += [("Error", [(error["type"], error["text"])])] if error else []
+    return run_page.single(history), facts, parts
 
 
-def _of_two(a: History, b: History) -> dict[str, Any]:
-    return {
+def _of_two(a: History, b: History) -> tuple[str, dict[str, Any], Parts]:
+    """The page of a comparison, its main figures, and these in parts for the terminal."""
+    from ..report import compare_runs
+
+    differs, speed, last = compare_runs.differences(a, b), compare_runs.ratios(a, b), compare_runs.last_values(a, b)
+    facts = {
         "records": [str(a.path), str(b.path)],
-        "differs": [list(row) for row in compare_runs.differences(a, b)],
-        "speed": [list(row) for row in compare_runs.ratios(a, b)],
-        "last": [list(row) for row in compare_runs.last_values(a, b)],
+        "differs": [list(row) for row in differs],
+        "speed": [list(row) for row in speed],
+        "last": [list(row) for row in last],
     }
+    parts: Parts = [("", [("", *compare_runs.titles(a, b))]), ("What differs", differs)]
+    parts += [("Speed (last: B / A)", speed), ("Last values (last: B - A)", last)]
+    return compare_runs.pair(a, b), facts, parts
 
 
-def _as_text(facts: dict[str, Any], path: str, found: list[History]) -> str:
-    if len(found) == 1:
-        parts = [("", list(facts["run"].items())), ("Seconds", list(facts["seconds"].items()))]
-        parts += [("Last values", list(facts["last"].items()))]
-        parts += [("Error", [(facts["error"]["type"], facts["error"]["text"])])] if facts["error"] else []
-    else:
-        names = compare_runs.titles(*found)
-        parts = [("", [("", *names)]), ("What differs", facts["differs"]), ("Speed (last: B / A)", facts["speed"])]
-        parts += [("Last values (last: B - A)", facts["last"])]
+def _as_text(parts: Parts, path: str) -> str:
     blocks = [f"{title}\n{_table(rows)}".strip("\n") for title, rows in parts if rows]
     return "\n\n".join([*blocks, f"Page: {path}"])
 

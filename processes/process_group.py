@@ -42,12 +42,17 @@ def join(
 
 
 def leave() -> None:
-    """Leave the process group; called when the process ends."""
+    """Leave the process group; called when the process ends.
+
+    Waits for gloo's workers first. The last owner of the group, such as the reducer of a wrapped model, joins them
+    while it holds the GIL, which a worker may need to release its tensors.
+    """
     global _room
     if _room is not None:
         _room.watch.close()
         _room = None
     if dist.is_initialized():
+        wait_for_gloo()
         dist.destroy_process_group()
 
 
@@ -85,10 +90,10 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 def _end_threads(watch: Watch) -> None:
     """Called when the process ends, because a torch thread that still needs Python would abort the process."""
     watch.close()
-    _wait_for_gloo()
+    wait_for_gloo()
 
 
-def _wait_for_gloo(seconds: float = 10.0) -> None:
+def wait_for_gloo(seconds: float = 10.0) -> None:
     """Wait until all of gloo's worker threads are asleep and hold no Python object, for at most ``seconds``.
 
     A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that

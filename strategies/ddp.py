@@ -163,8 +163,20 @@ class DDPStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         super().teardown()
+        if self._wrapped is not None:
+            self._release(self._wrapped)
         self._wrapped = self._averager = None
         self._reduced = []
+
+    def _release(self, wrapped: Any) -> None:
+        """Take the hooks of a wrapper off the parameters; its forward then communicates nothing.
+
+        A forward pass without a backward pass leaves the reducer waiting for gradients. It would reduce those of the
+        next wrapper too, on each rank until its garbage is collected there, and the ranks' collectives would not match.
+        """
+        self._communicate(False)
+        wrapped.require_forward_param_sync = False
+        wrapped.reducer = wrapped.logger = None
 
     # ---- communication -----------------------------------------------------------------------------------------------
 

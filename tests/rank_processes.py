@@ -1,4 +1,4 @@
-"""Real processes for distributed tests: ``from processes import ranks``."""
+"""Real processes for distributed tests: ``from rank_processes import ranks``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from paceline.processes import process_group
 
 #: What ends a test that hangs. Nothing takes nearly as long, on a busy machine either.
 LIMIT_SECONDS = 120.0
@@ -164,10 +166,13 @@ def _in_child(
         answer = _dump(status)
     except Exception:
         answer = _dump((None, RuntimeError("the answer cannot be pickled"), status[2] or repr(status[0])))
-    with os.fdopen(writer, "wb") as stream:
-        stream.write(answer)
-    if dist.is_initialized() and status[1] is None:
-        dist.destroy_process_group()
+    try:
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(answer)
+        if status[1] is None:
+            process_group.leave()
+    except BaseException:
+        traceback.print_exc()  # raised further, it would make this process a second pytest
     os._exit(0)
 
 

@@ -536,6 +536,12 @@ def test_a_step_that_a_scheduler_has_put_there_is_told_apart() -> None:
     assert private.is_of_scheduler(vars(one)["step"])
 
 
+def test_an_optimizer_that_unscales_in_its_step_is_told_apart() -> None:
+    weights = [nn.Parameter(torch.ones(1))]
+    assert private.unscales_in_its_step(torch.optim.Adam(weights, fused=True))
+    assert not private.unscales_in_its_step(torch.optim.Adam(weights))
+
+
 def test_schedulers_have_others_inside_and_their_last_rates() -> None:
     one = optimizer()
     inner = [ConstantLR(one, 0.5) for _ in range(2)]

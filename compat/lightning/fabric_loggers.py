@@ -1,4 +1,7 @@
-"""What Fabric sends values with: loggers whose first argument is ``root_dir``, and ``ThroughputMonitor``."""
+"""What Fabric sends values with: loggers whose first argument is ``root_dir``, and ``ThroughputMonitor``.
+
+A command line takes a logger by the name of its class, so these loggers' names differ from Paceline's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from .fabric import Fabric
 
 
-class CSVLogger(csv.CSVLogger):
+class FabricCSVLogger(csv.CSVLogger):
     """Values in a CSV file; see :class:`paceline.loggers.csv.CSVLogger`."""
 
     def __init__(
@@ -25,7 +28,7 @@ class CSVLogger(csv.CSVLogger):
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
 
-class TensorBoardLogger(tensorboard.TensorBoardLogger):
+class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):
     """Values for TensorBoard; see :class:`paceline.loggers.tensorboard.TensorBoardLogger`."""
 
     def __init__(

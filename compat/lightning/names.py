@@ -144,7 +144,7 @@ _NOT_HERE = {
     "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
-    "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
+    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
     "a Strategy shards and averages; for collectives of your own use torch.distributed": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
@@ -232,7 +232,7 @@ def _table() -> dict[str, dict[str, Target]]:
     for module in ("", ".csv_logs", ".tensorboard"):
         names = table[f"lightning.fabric.loggers{module}"]
         for name in names.keys() & {"CSVLogger", "TensorBoardLogger"}:
-            names[name] = Target("compat.lightning.fabric_loggers", name)
+            names[name] = Target("compat.lightning.fabric_loggers", f"Fabric{name}")
     for module in ("", ".throughput"):
         names = table[f"lightning.fabric.utilities{module}"]
         names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")

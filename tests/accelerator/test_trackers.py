@@ -285,7 +285,7 @@ def test_get_tracker_gives_the_tracker_or_what_is_behind_it(tmp_path: Path) -> N
     assert [tracker.name for tracker in trackers] == ["csv", "tensorboard"]
     assert trackers.get("tensorboard").logger is logger
     assert trackers.get("tensorboard", unwrap=True) is logger.experiment
-    assert trackers.get("csv").tracker.path.endswith("metrics.csv")
+    assert trackers.get("csv").tracker.metrics_file_path.endswith("metrics.csv")
     with pytest.raises(ValueError, match=r"Unknown tracker 'wandb'. Choose 'csv' or 'tensorboard'"):
         trackers.get("wandb")
     trackers.finish()

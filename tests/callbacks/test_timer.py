@@ -156,7 +156,7 @@ def test_a_grace_time_without_an_end_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"grace_seconds=3\) without max_time"):
         make_trainer(grace_seconds=3)
     for seconds in (-1, float("nan"), "5"):
-        with pytest.raises(ValueError, match=r"Timer: grace_seconds=.*Pass the seconds"):
+        with pytest.raises(ValueError, match=r"Timer: grace_seconds=.*Pass the number of seconds"):
             Timer("00:00:00:01", grace_seconds=seconds)  # type: ignore[arg-type]
 
 

@@ -353,7 +353,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
         (["--mixed_precision", "fp8", "train.py"], "--mixed_precision: mixed_precision 'fp8' is not supported"),
         (["--num_processes", "3", "--num_machines", "2", "train.py"], "--num_processes is 3, which cannot be divided"),
         (["--num_processes", "0", "train.py"], "--num_processes: num_processes '0' is out of range."),
-        (["--rdzv_conf", "timeout", "--num_processes", "2", "train.py"], "rdzv_conf='timeout' has 'timeout', which"),
+        (["--rdzv_conf", "timeout", "--num_processes", "2", "train.py"], "rdzv_conf='timeout' contains 'timeout'"),
         (["trian.py"], "There is no script 'trian.py' in"),
         (["--no_python", "no-such-program"], "There is no program 'no-such-program'."),
         (["-m", "--no_python", "train.py"], "-m and --no_python contradict each other."),

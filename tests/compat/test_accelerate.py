@@ -90,7 +90,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_b17_transformers_trainer_runs_with_paceline_as_its_accelerate(found: dict[str, Any]) -> None:
-    assert found["file"] == compat.__file__
+    assert found["file"] == finder.__file__
     assert found["real"] == []
     assert found["kind"] == "paceline.accelerator.accelerator"
 

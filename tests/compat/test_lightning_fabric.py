@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import TrainingModule
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.compat.lightning.fabric import Fabric
-from paceline.compat.lightning.fabric_loggers import CSVLogger, ThroughputMonitor
+from paceline.compat.lightning.fabric_loggers import FabricCSVLogger, ThroughputMonitor
 from paceline.compat.lightning.fabric_wrappers import FabricModule, is_wrapped, unwrapped_in
 from paceline.processes.environments import ClusterEnvironment
 
@@ -71,7 +71,7 @@ def equal(module: nn.Module, weights: list[torch.Tensor]) -> bool:
 
 
 def test_a_loop_learns_what_a_hand_written_one_learns_and_continues_from_its_file(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    logger = FabricCSVLogger(tmp_path, flush_logs_every_n_steps=1)
     fabric = Fabric(accelerator="cpu", loggers=logger)
     fabric.launch()
     net = Net()
@@ -255,7 +255,7 @@ def test_a_process_that_is_one_of_several_does_not_start_the_others() -> None:
 
 
 def test_the_throughput_monitor_logs_the_rates_of_all_processes_with_the_fabric(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(tmp_path, name="", version=0))
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=FabricCSVLogger(tmp_path, name="", version=0))
     monitor = ThroughputMonitor(fabric, window_size=2)
     for count in (1, 2):
         monitor.update(time=2.0 * count, batches=count, samples=8 * count, lengths=32 * count)

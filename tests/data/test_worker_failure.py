@@ -37,7 +37,7 @@ class Deadly:
 CASES = [
     (
         signal.SIGKILL,
-        r"killed by signal 9 \(SIGKILL\){}, .*ran out.*machine has .*B left now\. Lower num_workers \(now 2\)",
+        r"killed by signal 9 \(SIGKILL\){}, .*ran out.*machine has .*B of memory left\. Lower num_workers \(now 2\)",
     ),
     (
         signal.SIGBUS,

@@ -222,7 +222,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
         return logger
 
     resumed()
-    assert sorted(os.listdir(logger.log_dir)) == [".CSVLogger.run", "metrics.csv"]
+    assert sorted(os.listdir(logger.log_dir)) == [".CSVLogger.run", "hparams.yaml", "metrics.csv"]
     seen = [{k: v for k, v in row.items() if k != "wall_time"} for row in read_csv(resumed().log_dir)]
     assert seen[2:] == [
         {"step": "2", "epoch": "0", "loss": "1.0"},

@@ -14,9 +14,11 @@ from clocks import Clock
 from rank_processes import RanksError, ranks, wait_at_most
 from tiny import TinyModule, tiny_loader
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule
+from paceline.callbacks import Callback
 from paceline.strategies import DDPStrategy, ModelParallelStrategy
 from paceline.trainer import validation
 
@@ -499,6 +501,37 @@ def test_a_collective_on_one_rank_only_names_both_places(what: str, place: str) 
     assert place in said
     assert "Rank 1 " in said
     assert "if trainer.is_global_zero" in said
+
+
+class Interrupts(Callback):
+    """Ends the fit between a forward pass and its backward pass; counts what the fit's wrapper reduces after that."""
+
+    reduced = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        wrapped: Any = trainer.model
+        wrapped.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
+
+    def reduce(self, bucket: dist.GradBucket) -> Any:
+        self.reduced += 1
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Any) -> None:
+        raise KeyError("between forward and backward")
+
+
+def after_an_interrupted_fit() -> int:
+    module, interrupts = Net(), Interrupts()
+    trainer = Trainer(**QUIET, strategy="ddp", max_epochs=1, callbacks=[interrupts])
+    with pytest.raises(KeyError, match="between forward and backward"):
+        trainer.fit(module, DataLoader(data(8), 2))
+    Trainer(**QUIET, strategy="ddp", max_epochs=1).fit(module, DataLoader(data(8), 2))
+    return interrupts.reduced
+
+
+def test_a_later_fit_reduces_nothing_for_an_interrupted_one() -> None:
+    """Its gradient hooks lived as long as its garbage, which each rank collects when it likes: the ranks hung."""
+    assert ranks(2, after_an_interrupted_fit) == [0, 0]
 
 
 def test_a_skipped_batch_is_refused() -> None:

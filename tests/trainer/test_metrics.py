@@ -773,7 +773,9 @@ def test_a_new_metric_object_each_step_is_refused(quiet: dict[str, Any]) -> None
     import torchmetrics
 
     module = Values(training_step=lambda m, b: m.log("v", torchmetrics.MeanMetric()))
-    with pytest.raises(ValueError, match=r"a different MeanMetric object than last time.*Create the metric once in __init__"):
+    with pytest.raises(
+        ValueError, match=r"a different MeanMetric object than last time.*Create the metric once in __init__"
+    ):
         fit(module, batches(1, 1), quiet=quiet)
 
 

@@ -255,13 +255,17 @@ def test_a_rank_without_a_sample_in_the_last_batch_shows_what_the_others_logged(
 
 
 class Evaluated(Logs):
+    """Logs in each validation batch, and keeps what the progress bar shows of it."""
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("v", float(self.global_rank + 1), on_step=True, on_epoch=True, sync_dist=True)
-        self.log("total", float(self.global_rank + 1), on_step=True, on_epoch=False, reduce_fx="sum", sync_dist=True)
-        self.log("most", float(self.global_rank - 9), on_step=True, on_epoch=False, reduce_fx="max", sync_dist=True)
+        mine = self.global_rank + 1.0
+        shared: dict[str, Any] = {"on_step": True, "sync_dist": True, "prog_bar": True}
+        self.log("v", mine, on_epoch=True, **shared)
+        self.log("total", mine, on_epoch=False, reduce_fx="sum", **shared)
+        self.log("most", mine - 10, on_epoch=False, reduce_fx="max", **shared)
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.note()
+        self.seen.append(self.trainer.progress_bar_metrics)
         self.log("hook", float(self.global_rank + 1), on_step=True, on_epoch=False, sync_dist=True)
 
 
@@ -272,15 +276,16 @@ def test_evaluation_shares_step_values_among_the_ranks_that_have_a_batch(samples
         trainer = Trainer(**QUIET)
         for _ in range(2):
             trainer.validate(module, loader(samples), verbose=False)
-        seen = [(values["v"], values["total"], values["most"]) for values in module.seen]
-        return seen, dict(trainer.callback_metrics).get("hook")
+        seen = [(values["v_step"], values["total"], values["most"]) for values in module.seen]
+        return seen, trainer.logged_metrics
 
-    (mine, hook), (theirs, _) = ranks(2, run)
+    (mine, logged), (theirs, _) = ranks(2, run)
     both, alone = (1.5, 3.0, -8.0), (1.0, 1.0, -9.0)
     one_pass = {4: [both, both], 3: [both, alone], 1: [alone]}[samples]
     assert mine == one_pass * 2
     assert theirs == [both] * (samples // 2) * 2
-    assert hook == (1.5 if samples == 4 else 1.0)
+    assert (logged["v_step"], logged["total"], logged["most"]) == one_pass[-1]
+    assert logged["hook"] == (1.5 if samples == 4 else 1.0)
 
 
 @pytest.mark.parametrize("samples", [(3, 4), (1, 3)])

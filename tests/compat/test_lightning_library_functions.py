@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from paceline import Trainer, TrainingModule
-from paceline.compat.lightning import demos, helpers
+from paceline.compat.lightning import demos, library_functions
 
 
 def test_a_base_class_reads_and_stores_the_arguments_of_its_init() -> None:
     class Base(TrainingModule):
         def __init__(self, width: int, *, lr: float = 0.1, **more: Any) -> None:
             super().__init__()
-            self.found = helpers.get_init_args(cast(FrameType, inspect.currentframe()))
-            helpers.save_hyperparameters(self, ignore="width")
+            self.found = library_functions.get_init_args(cast(FrameType, inspect.currentframe()))
+            library_functions.save_hyperparameters(self, ignore="width")
 
     module = Base(3, depth=2)
     assert module.found == {"width": 3, "lr": 0.1, "depth": 2}
@@ -35,18 +35,18 @@ def test_attributes_are_found_in_the_module_and_its_hyperparameters() -> None:
             self.batch_size = 4
 
     net = Net()
-    assert helpers.lightning_hasattr(net, "lr")
-    assert not helpers.lightning_hasattr(net, "rate")
-    helpers.lightning_setattr(net, "lr", 0.5)
-    helpers.lightning_setattr(net, "batch_size", 8)
-    assert (helpers.lightning_getattr(net, "lr"), net.hparams.lr, net.batch_size) == (0.5, 0.5, 8)
+    assert library_functions.lightning_hasattr(net, "lr")
+    assert not library_functions.lightning_hasattr(net, "rate")
+    library_functions.lightning_setattr(net, "lr", 0.5)
+    library_functions.lightning_setattr(net, "batch_size", 8)
+    assert (library_functions.lightning_getattr(net, "lr"), net.hparams.lr, net.batch_size) == (0.5, 0.5, 8)
     with pytest.raises(AttributeError, match="'rate' is neither an attribute of Net"):
-        helpers.lightning_getattr(net, "rate")
+        library_functions.lightning_getattr(net, "rate")
 
 
 def test_detached_copies_keep_the_structure() -> None:
     weight = torch.ones(2, requires_grad=True)
-    copy = helpers.recursive_detach({"a": weight, "b": [weight, (1, "x")]}, to_cpu=True)
+    copy = library_functions.recursive_detach({"a": weight, "b": [weight, (1, "x")]}, to_cpu=True)
     assert not copy["a"].requires_grad
     assert not copy["b"][0].requires_grad
     assert copy["b"][1] == (1, "x")
@@ -54,23 +54,23 @@ def test_detached_copies_keep_the_structure() -> None:
 
 def test_files_are_written_whole_and_read_with_and_without_loading_their_values(tmp_path: Path) -> None:
     path = tmp_path / "new" / "weights.pt"
-    helpers.atomic_save({"w": torch.ones(3)}, path)
+    library_functions.atomic_save({"w": torch.ones(3)}, path)
     assert [file.name for file in path.parent.iterdir()] == ["weights.pt"]
-    assert torch.equal(helpers.load(path)["w"], torch.ones(3))
-    assert torch.equal(helpers.lazy_load(path)["w"], torch.ones(3))
+    assert torch.equal(library_functions.load(path)["w"], torch.ones(3))
+    assert torch.equal(library_functions.lazy_load(path)["w"], torch.ones(3))
     with path.open("rb") as file:
-        assert torch.equal(helpers.load(file, map_location="cpu")["w"], torch.ones(3))
-    assert helpers.get_filesystem(path).isfile(str(path))
-    assert helpers.is_local(path)
-    assert not helpers.is_local("s3://bucket/x")
+        assert torch.equal(library_functions.load(file, map_location="cpu")["w"], torch.ones(3))
+    assert library_functions.get_filesystem(path).isfile(str(path))
+    assert library_functions.is_local(path)
+    assert not library_functions.is_local("s3://bucket/x")
     with pytest.raises(FileNotFoundError, match="no file"):
-        helpers.lazy_load(tmp_path / "other.pt")
+        library_functions.lazy_load(tmp_path / "other.pt")
 
 
 def test_tensors_without_values_get_initialized_ones() -> None:
     with torch.device("meta"):
         network = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.BatchNorm1d(2))
-    helpers.materialize_meta_tensors(network, "cpu")
+    library_functions.materialize_meta_tensors(network, "cpu")
     assert not any(tensor.is_meta for tensor in network.state_dict().values())
     assert torch.equal(network[2].running_var, torch.ones(2))
 
@@ -80,17 +80,17 @@ def test_tensors_without_values_get_initialized_ones() -> None:
             self.w = nn.Parameter(torch.empty(2, device="meta"))
 
     with pytest.raises(TypeError, match=r"1 \(Raw\) has tensors on the meta device and no reset_parameters"):
-        helpers.materialize_meta_tensors(nn.Sequential(nn.Linear(1, 1), Raw()), "cpu")
+        library_functions.materialize_meta_tensors(nn.Sequential(nn.Linear(1, 1), Raw()), "cpu")
 
 
 def test_objects_that_cannot_be_pickled_are_recognized() -> None:
-    assert helpers.is_picklable({"a": torch.ones(1)})
-    assert not helpers.is_picklable(lambda: None)
+    assert library_functions.is_picklable({"a": torch.ones(1)})
+    assert not library_functions.is_picklable(lambda: None)
 
 
 def test_more_gpus_than_there_are_cannot_be_found() -> None:
     with pytest.raises(ValueError, match="asks for more GPUs than this process sees"):
-        helpers.find_usable_cuda_devices(torch.cuda.device_count() + 1)
+        library_functions.find_usable_cuda_devices(torch.cuda.device_count() + 1)
 
 
 @pytest.mark.parametrize("model", [demos.BoringModel, demos.ManualOptimBoringModel])
