@@ -18,6 +18,7 @@ from ..torch_private import storage_key
 from . import atomic_write, manifest, storage
 from .manifest import FORMAT
 from .objects import open_section
+from .pickled_code import CALLS, CREATES, REFERS, uses
 from .plain_data import plain
 from .storage import Location, Remote, location
 from .verify import Problem, file_problem
@@ -251,14 +252,21 @@ def _damaged(name: str, why: str) -> ValueError:
 
 
 def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> ValueError:
-    file.seek(0)
-    found: list[str] = []
+    found: dict[str, str] = {}
     with suppress(Exception):
-        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        found = uses(file)
     if not found:
         return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+    by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
+    does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded and nothing in it was run, because it names "
-        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, pass "
-        "weights_only=False, which runs that code, or allow the names with torch.serialization.add_safe_globals([...])."
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it holds more than plain data and tensors, "
+        f"and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which runs that "
+        f"code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
+        "torch.serialization.add_safe_globals([...])."
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (messages.names(names[:5], "and") if not more else ", ".join(map(repr, names[:5]))) + more

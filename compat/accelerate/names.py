@@ -62,7 +62,8 @@ _PLACES = {
     "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerator.schedulers": "AcceleratedScheduler",
     "accelerator.trackers": (
-        "GeneralTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers on_main_process "
+        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker "
+        "TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
     "big_model.device_map": "check_device_map",
@@ -182,10 +183,6 @@ _LEFT_OUT = {
         "PrepareForLaunch check_cuda_p2p_ib_support get_cpu_distributed_information get_gpu_info install_xla "
         "launch_command override_numa_affinity prepare_deepspeed_cmd_env prepare_multi_gpu_env "
         "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity"
-    ),
-    "Paceline has trackers for CSV files, TensorBoard and Weights & Biases. Choose one of these, or write a "
-    "GeneralTracker": (
-        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TrackioTracker"
     ),
     "An Accelerator creates its own scaler and autocast. Use accelerator.backward(loss) and accelerator.autocast()": (
         "get_grad_scaler get_mixed_precision_context_manager"

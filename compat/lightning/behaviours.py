@@ -77,9 +77,10 @@ def install() -> None:
 
 def _change_loggers() -> None:
     from ...loggers.csv import CSVLogger
+    from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
 
-    for logger in (CSVLogger, TensorBoardLogger):
+    for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
 

@@ -36,7 +36,9 @@ _HOMES = {
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger rank_zero_experiment",
+    "loggers.comet": "CometLogger",
     "loggers.csv": "CSVLogger ExperimentWriter",
+    "loggers.mlflow": "MLFlowLogger",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
     "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
@@ -138,9 +140,7 @@ _RENAMED = {
 _NOT_HERE = {
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
-    "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger"
-    ),
+    "choose one of the loggers in paceline.loggers": "LitLogger NeptuneLogger",
     "a Strategy sets up its own precision": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",

@@ -157,10 +157,10 @@ def test_f4_a_list_mixes_names_enums_classes_objects_and_loggers_each_once(tmp_p
 
 
 def test_f4_all_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb"]
-    assert filter_trackers("all") == ["wandb"]
+    assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb", "mlflow"]
+    assert filter_trackers("all") == ["wandb", "mlflow"]
     hide(monkeypatch, "wandb")
-    assert filter_trackers(["all", Notes], tmp_path) == ["csv", "tensorboard", Notes]
+    assert filter_trackers(["all", Notes], tmp_path) == ["csv", "tensorboard", "mlflow", Notes]
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -183,11 +183,11 @@ def test_f5_a_tracker_that_writes_files_needs_a_directory(asked: Any) -> None:
         Trackers(asked)
 
 
-def test_unknown_trackers_are_named_with_the_nearest_name() -> None:
+def test_unknown_trackers_are_named_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Unknown tracker 'wandbb'. Did you mean 'wandb'"):
         filter_trackers("wandbb")
-    with pytest.raises(NotImplementedError, match=r"does not have this tracker. Write it"):
-        filter_trackers("mlflow")
+    with pytest.raises(ModuleNotFoundError, match=r"log_with='aim' needs the package 'aim'.*pip install aim"):
+        filter_trackers("aim", tmp_path)
     with pytest.raises(TypeError, match=r"got 3 .of type int., which is not a tracker"):
         filter_trackers([3])
 
