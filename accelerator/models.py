@@ -57,7 +57,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the module's current parameter for one that it has, or had before setup; None for any other."""
+        """Return the current version of a parameter that the module has, or had before setup; None for any other."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -140,7 +140,7 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step, after loading weights that had not been loaded when the model was prepared."""
+        """Run a step, but first load any weights that were not yet loaded when the model was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)

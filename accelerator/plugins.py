@@ -62,7 +62,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where logs and checkpoints are written.
+    """Settings for where logs and checkpoints are written.
 
     Args:
         project_dir: the project folder.
@@ -255,7 +255,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """Return arguments for ``GradientState`` from the plugin, the settings or DeepSpeed's configuration, in order."""
+    """Return arguments for ``GradientState`` from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "

@@ -80,7 +80,7 @@ class Prepared:
         self._connect()
 
     def _connect(self) -> None:
-        """Let prepared objects call back through weak references; see :class:`.errors.Errors`."""
+        """Give prepared objects weak references to this object's methods; see :class:`.errors.Errors`."""
         self.errors = Errors(self)
         settle_buffers = weakref.WeakMethod(self._settle_buffers)
 
@@ -297,9 +297,9 @@ class Prepared:
         """Context manager that allows processes to have different numbers of batches, on any device.
 
         A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
-        Then every process gets the model of the process that trained longest. Only DistributedDataParallel's
-        communication is matched, so the loop must not call ``gather`` or similar methods, or
-        ``backward(num_items=...)``.
+        Then every process gets the model of the process that trained longest. Processes that have run out of batches
+        take part only in DistributedDataParallel's own communication, so the loop must not call ``gather`` or similar
+        methods, or ``backward(num_items=...)``.
 
         Args:
             joinables: prepared models to train in this context, and optimizers that communicate

@@ -241,7 +241,8 @@ class Restored:
             if problem:
                 raise ValueError(
                     f"accelerator.load_state: the state does not fit optimizer {index} ({type(one).__name__}): "
-                    f"{problem}. Create it as it was when the state was saved, and prepare in the same order."
+                    f"{problem}. Create the optimizer as it was when the state was saved, and pass the objects to "
+                    "prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
         inner = [one.scheduler for one in self.prepared.schedulers]
@@ -384,7 +385,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap a function so that it returns None, and weights known to be missing are not reported."""
+    """Wrap a loading function so that it returns None, because weights known to be missing must not be reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

@@ -115,7 +115,7 @@ def _by_logger(method: str) -> Any:
 class LoggerTracker(GeneralTracker):
     """Wraps one of Paceline's loggers as a tracker.
 
-    Nothing is opened before the first value, so that ``load_state`` can still continue the checkpoint's run.
+    Nothing is opened before the first value is logged, so that ``load_state`` can still continue the checkpoint's run.
     """
 
     name = "logger"
@@ -136,7 +136,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def logger(self) -> Logger:
-        """The logger, with the run's settings recorded."""
+        """The logger; the run's settings are recorded on first access."""
         if not self._settled:
             self._settled = True
             self._logger.log_hyperparams(self._config)
@@ -492,7 +492,7 @@ class Trackers(list[GeneralTracker]):
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the checkpoint's runs; values recorded after the checkpoint are dropped and recorded again.
+        """Continue the checkpoint's runs; drop values recorded after the checkpoint, as they will be recorded again.
 
         If ``init_trackers`` has not been called yet, the states are kept until it is. A tracker that has already
         recorded something in this process is not changed.

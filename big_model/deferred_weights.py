@@ -63,7 +63,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Context manager that defers weights for parameters on the meta device until the module has been sharded."""
+    """Context manager that defers loading parameters on the meta device until the module has been sharded."""
     token = _noting.set(True)
     try:
         yield
@@ -72,7 +72,7 @@ def noting() -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Return True if weights are being deferred until the module has been sharded."""
+    """Return True if loading is being deferred until the module has been sharded."""
     return _noting.get()
 
 
@@ -162,7 +162,7 @@ class Waiting:
         return "\n".join(f"{name}: {note.name} of {note.file.name}" for name, note in self.notes.items())
 
     def take_memory(self, module: nn.Module, device: torch.device) -> None:
-        """Allocate uninitialized memory for the deferred parameters; if sharded, only for this process's shards."""
+        """Allocate uninitialized memory for the deferred parameters, or only for this process's shards of them."""
         tied: dict[int, list[str]] = {}
         own = dict(module.named_parameters(remove_duplicate=False))
         for name in self.notes:
@@ -180,7 +180,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters (if sharded, only this process's shards) from their files, one by one."""
+        """Read the deferred parameters, or only this process's shards of them, from their files, one by one."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():

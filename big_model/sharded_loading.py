@@ -167,7 +167,7 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
 
 
 def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
-    """Raise this process's error, if any, or an error that reports another process's error."""
+    """Raise this process's error; if it has none but another process failed, raise an error that reports that."""
     if problem is not None:
         raise problem
     for text in filter(None, problems):

@@ -194,9 +194,10 @@ def load_loader_state(
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
-    """Return a function that captures the states that fetching a batch ahead changes; None if it changes none.
+    """Return a function that captures any state that prefetching a batch changes, or None if nothing changes.
 
-    Loading samples in this process draws random numbers, and a loader that saves its position advances that position.
+    For example, loading samples in this process draws random numbers, and a loader that keeps track of its position
+    moves forward.
     """
     leaves = list(leaves_of(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
@@ -231,8 +232,8 @@ def without_shuffling(loader: Any) -> Any:
     raise ValueError(
         f"overfit_batches needs the same batches every epoch, but the batch sampler of the {type(loader).__name__}, a "
         f"{type(batches).__name__}, has no `sampler` attribute, so its shuffling cannot be turned off. Pass a loader "
-        "with batch_size= and shuffle=False, or use a batch sampler that does not shuffle and limit_train_batches= "
-        "instead of overfit_batches=."
+        "with batch_size= and shuffle=False. Or keep a batch sampler, one that does not shuffle, and replace "
+        "overfit_batches= with limit_train_batches=."
     )
 
 
@@ -303,7 +304,7 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
 
 
 class _EpochGenerator(torch.Generator):
-    """A generator that Paceline has set on a sampler or loader and seeds before each epoch."""
+    """A generator that Paceline sets on a sampler or loader and reseeds before each epoch."""
 
     def __reduce__(self) -> Any:
         return type(self), ()

@@ -117,14 +117,14 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """Yield the items of a ``RandomSampler``. At its end, it draws one more permutation, for an empty remainder."""
+    """Yield the items of a ``RandomSampler``. At the end, draw one more permutation, as torch does for a remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
     yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
     torch.randperm(size, generator=sampler.generator)
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """Return a batch sampler's batches from number ``start`` on, as tensors, not lists, if the order is torch's."""
+    """Return a batch sampler's batches from number ``start`` on, as tensors not lists if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -267,7 +267,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def takes_indices(loader: Any) -> bool:
-    """Return True if a loader takes indices from a sampler: it has torch's own ``__iter__`` and reads no stream."""
+    """Return True if a loader takes indices from a sampler: it has torch's own ``__iter__`` and no iterable dataset."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset)

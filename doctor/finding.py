@@ -19,7 +19,7 @@ class Finding:
         change: what to change.
         gain: expected gain, in words.
         share: fraction of the time, which findings are sorted by.
-        is_note: whether the finding costs no time in this run but would on other hardware.
+        is_note: whether the problem costs no time in this run but would on other hardware.
     """
 
     key: str

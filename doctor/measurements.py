@@ -111,7 +111,7 @@ class Facts:
 
     @property
     def quick_step(self) -> float:
-        """The 10th percentile of the step times in seconds, which is the time of an undisturbed step."""
+        """The 10th percentile of the step times in seconds, taken as the time of an undisturbed step."""
         times = sorted(self.step_seconds)
         return times[len(times) // 10] if times else 0.0
 

@@ -20,12 +20,12 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that every rank waits for gradients. The slowest rank waits for no other rank."""
+    """Return the seconds per step that even the slowest rank, which waits for no other rank, waits for gradients."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Return True if some ranks are unknown, in which case a wait for gradients may be a wait for a late rank."""
+    """Return True if some ranks were not measured. A wait for gradients may then be a wait for one of these ranks."""
     return len(case) < case[0].world_size
 
 
