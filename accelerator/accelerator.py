@@ -93,7 +93,7 @@ class Accelerator(Facts):
         deepspeed_plugins: a dict that contains that plugin.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored; all ranks use the same sample order without exchanging random states.
+        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.

@@ -54,8 +54,7 @@ class Prepared:
         compiler: returns the function that compiles a module's forward pass, or None.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
-        placements: models with their strategies, keyed by the module's ID. Like the lists below, it is in order of
-            preparation.
+        placements: models with their strategies, keyed by the module's ID, in order of preparation.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         errors: explains errors in the models and optimizers.
     """
@@ -145,7 +144,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, give models in eval mode the buffers of rank 0, because checkpoints contain those."""
+        """When a pass begins, copy rank 0's buffers to models in eval mode, because checkpoints contain rank 0's."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:

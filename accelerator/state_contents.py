@@ -41,7 +41,7 @@ class Contents:
         prepared: models, optimizers, schedulers and loaders.
         windows: micro-batches that are waiting for an optimizer step.
         trackers: trackers whose positions are saved.
-        project: contains the number of the next folder.
+        project: the ``ProjectConfiguration``, which contains the number of the next folder.
         settings: settings, which are recorded but not restored.
         objects: objects registered for checkpointing, in order.
         script_skips: whether the script itself skips to the loaded position in the data.

@@ -1,4 +1,4 @@
-"""Manages an Accelerator's state folders: their names, finding the newest, deleting old ones, and hook files."""
+"""Manages an Accelerator's state folders: names them, finds the newest, deletes old ones, and handles hook files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
         module: name of a module or tensor; ``""`` means the entire model.
         kind: the part's class.
         device: the part's device.
-        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already there.
+        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
         why: the reason for this device.
     """
 

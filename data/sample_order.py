@@ -124,7 +124,7 @@ def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """Return a batch sampler's batches from number ``start`` on, as tensors not lists if the order is torch's."""
+    """Return a batch sampler's batches from number ``start`` on, as tensors (not lists) if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)

@@ -1,4 +1,4 @@
-"""Data loader workers: protect them from signals to the process group, stop them with the run, explain lost workers.
+"""Protects data loader workers from signals to the process group, stops them with the run, and explains lost workers.
 
 A run that receives a signal finishes its step and saves, which is impossible if the same signal has killed its workers.
 Workers must also not outlive the run, but torch's own check misses a parent that died before the worker was ready.
@@ -48,7 +48,7 @@ _ENDING_SECONDS = 5.0
 
 
 class WorkerLostError(RuntimeError):
-    """Raised when a data loader worker has died; the message says how to fix it. Torch's own error is the cause."""
+    """Raised when a data loader worker has died; the message says how to fix it. Its cause is torch's own error."""
 
 
 class _Start:
