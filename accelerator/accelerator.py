@@ -358,8 +358,8 @@ class Accelerator(Facts):
             norm_type: order of the norm; ``inf`` means the largest absolute value.
 
         Returns:
-            The norm before clipping, shape (). While gradients accumulate, the previous window's norm, or nan if there
-            is no previous window.
+            The norm before clipping, shape (). While gradients accumulate, this is the previous window's norm, or
+            nan if there is no previous window.
         """
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 

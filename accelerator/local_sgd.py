@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LocalSGD:
     """Context manager that averages parameters every few updates and on exit, instead of synchronizing gradients.
 
-    This reduces communication, but the result differs from synchronous training. Optimizer states and running
+    Averaging reduces communication, but the result differs from synchronous training. Optimizer states and running
     statistics, such as those of batch norm, are not averaged, so they differ between processes.
 
     Example:

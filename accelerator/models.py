@@ -64,7 +64,7 @@ class PreparedModel:
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give an optimizer the module's current parameters; return True if it has any of them."""
+        """Give an optimizer the module's current parameters; return True if the optimizer has any of them."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):

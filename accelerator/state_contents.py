@@ -333,7 +333,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that are waiting for a step; if the script skips batches itself, wait until it has."""
+        """Restore micro-batches that are waiting for a step; if the script itself skips batches, do so afterwards."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]

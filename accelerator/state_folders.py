@@ -257,7 +257,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """Call ``write``, which runs the hooks, on every rank with the folder to write to."""
+        """On every rank, call ``write``, which runs the hooks, with the folder that they must write to."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))

@@ -269,7 +269,7 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file has {value.dtype}, and no folder for the "
+                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and no folder for the "
                 f"converted values was given. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)

@@ -132,7 +132,7 @@ class Part:
         self._depth += 1
 
     def leave(self) -> None:
-        """Save values that were changed while the part ran, and free its memory."""
+        """Save values that were changed while the part ran, and free the part's memory."""
         self._depth -= 1
         if not self._depth:
             for tensor in self._tensors:

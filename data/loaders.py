@@ -38,7 +38,7 @@ def is_loader_collection(loaders: Any) -> bool:
 
 
 def train_loader(loaders: Any) -> Iterable[Any]:
-    """Return a single loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest one."""
+    """Return one loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest loader."""
     if isinstance(loaders, CombinedLoader):
         if loaders.mode == "sequential":
             raise ValueError(

@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the items before the start now. Does nothing with workers, which already have their first batches."""
+        """Draw the skipped items now. With workers, do nothing, because they already have their first batches."""
         if self.start and not self.in_workers:
             next(self.opened)
 

@@ -285,7 +285,10 @@ class RankIterable(Shard):
 
 
 def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
-    """Return a copy of a loader that yields one process's part, using the division ``divide(size=, drop_last=)``."""
+    """Return a copy of a loader that yields one process's part.
+
+    ``divide(size=..., drop_last=...)`` returns the :class:`Division` to use.
+    """
     if world == 1:
         return loader
     if isinstance(loader, CombinedLoader):

@@ -98,7 +98,7 @@ class Facts:
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
-        """Return the fraction of the counted time that the parts took."""
+        """Return the fraction of the counted time that the given parts took."""
         parts = self.parts
         whole = sum(parts.values())
         return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0
