@@ -342,7 +342,7 @@ class Accelerator(Facts):
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization for a prepared model, or for all models if None."""
+        """Context manager that turns off gradient synchronization for ``model``, or for all models if it is None."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:

@@ -119,10 +119,10 @@ def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]
 
 
 def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
-    """Split a batch into parts whose sizes differ by at most 1; return each with its number of rows not repeated.
+    """Split a batch into parts whose sizes differ by at most 1; return each part with its number of real rows.
 
-    A batch whose tensors do not share a first dimension is not split. Every process then gets the entire batch, which
-    counts as one row for the first of them and as none for the others.
+    A part that would be empty repeats the last row and has 0 real rows. A batch whose tensors do not share a first
+    dimension is not split: each part is the entire batch, which counts as 1 row in the first part and 0 in the others.
     """
     rows = _rows(batch)
     if rows is None and must:

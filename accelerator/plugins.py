@@ -150,7 +150,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return found
 
     def compiler(self) -> Callable[..., Any] | None:
-        """Return ``torch.compile`` with these arguments, or None if compilation is off."""
+        """Return ``torch.compile`` with the plugin's arguments, or None if compilation is off."""
         if not self.compiles:
             return None
         arguments = self.to_kwargs()

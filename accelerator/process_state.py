@@ -37,7 +37,7 @@ class _Process:
     Attributes:
         strategy: the strategy that joined the process group; None until one has joined.
         state: state of the newest Accelerator.
-        resets: how often the state has been reset.
+        resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
     """
 

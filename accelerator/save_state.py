@@ -48,7 +48,7 @@ class States:
 
         ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
         loader, gradients that are waiting for an optimizer step, the random states of every rank, and registered
-        objects. Either the old state or the complete new one exists at any moment.
+        objects. At any moment, either the old state or the complete new one exists.
 
         Args:
             output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means

@@ -82,7 +82,7 @@ def is_to_be_noted(own: Tensor) -> bool:
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Attach a note that says where a parameter's values are. The parameter is on the meta device.
+    """Attach a note that says where the values of a parameter on the meta device are.
 
     ``names`` are the parameter's names in the model. The parameter stays the same object but gets the given dtype.
     """

@@ -96,7 +96,7 @@ def torch_device(device: Any, what: str) -> torch.device:
 class Refusal:
     """Raises an error in place of the method that moves or converts a dispatched module.
 
-    The method is called for ``to`` and ``half``, for example, and also if they are called on a parent module.
+    ``to`` and ``half``, for example, call that method, even when they are called on a parent module.
     """
 
     def __init__(self, name: str, where: str) -> None:

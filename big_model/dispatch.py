@@ -276,7 +276,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts, with names, that are each fetched as a unit: :func:`smallest_parts`, split as in the map."""
+    """Return the parts, with names, that are each fetched as a unit: :func:`smallest_parts`, split where the map is."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -312,7 +312,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """Return the modules that move their inputs, with devices, model first; empty if everything runs on the CPU."""
+    """Return the device of each module that moves its inputs, model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }

@@ -105,7 +105,7 @@ def fill_parts(
     """Set a sharded parameter's value under all its names, allocating memory if it is on the meta device.
 
     Raises:
-        ValueError: ``dtype`` differs from the parameter's dtype, which is also the dtype that it is gathered in.
+        ValueError: ``dtype`` differs from the parameter's dtype, in which its shards are gathered.
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype

@@ -182,7 +182,7 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "the states are ignored and the data start over. To resume at the next batch, pass the saved run's "
+            "the states are ignored and the data starts over. To resume at the next batch, pass the saved run's "
             "loaders to fit."
         )
         return False
@@ -243,8 +243,8 @@ def advise(loader: Any, what: str) -> None:
         return
     if shuffles(loader):
         messages.warn_once(
-            f"{what} shuffles (shuffle=True or a RandomSampler). This does not change the metrics, but outputs come in "
-            "a different order every time. Use shuffle=False."
+            f"{what} shuffles (shuffle=True or a RandomSampler). Shuffling does not change the metrics, but outputs "
+            "come in a different order every time. Use shuffle=False."
         )
 
 

@@ -290,8 +290,8 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     Args:
         loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: workers that load by index seed their random states from this number and each batch's index; None leaves
-            the random states unchanged.
+        seed: number from which, together with each batch's index, workers that load by index seed their random states;
+            None leaves the random states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)

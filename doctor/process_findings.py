@@ -15,7 +15,7 @@ STRAGGLING = 0.15
 
 
 def _own(facts: Facts) -> float:
-    """Return a process's own seconds per step, without the time that it waits for other processes."""
+    """Return a process's own seconds per step, excluding the time that it waits for other processes."""
     return facts.step * (1 - facts.share("communication"))
 
 

@@ -25,7 +25,7 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Return a part's fraction of the host's counted time, because device times exclude the time between steps."""
+    """Return a part's fraction of the host's counted time. Device times would exclude the time between steps."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
