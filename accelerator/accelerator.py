@@ -90,10 +90,10 @@ class Accelerator(Facts):
         cpu: whether to use the CPU even if there are GPUs.
         dataloader_config: settings for preparing loaders.
         deepspeed_plugin: enables DeepSpeed and configures it.
-        deepspeed_plugins: the same plugin, in a dict.
+        deepspeed_plugins: a dict that contains that plugin.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored; all ranks use the same sample order without exchanging random states.
+        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -202,7 +202,7 @@ class Accelerator(Facts):
         """Return the state for a copy, which continues from this object's current state.
 
         Raises:
-            TypeError: several processes share this object.
+            TypeError: the run has several processes, or shards its models.
         """
         refuse_processes(self.strategy, "An Accelerator")
         own, methods = vars(self), type(self)
@@ -342,7 +342,7 @@ class Accelerator(Facts):
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization for a prepared model; for all models if None."""
+        """Context manager that turns off gradient synchronization for ``model``, or for all models if it is None."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
@@ -358,8 +358,8 @@ class Accelerator(Facts):
             norm_type: order of the norm; ``inf`` means the largest absolute value.
 
         Returns:
-            The norm before clipping, shape (). While gradients accumulate, the previous window's norm, or nan if there
-            is no previous window.
+            The norm before clipping, shape (). While gradients accumulate, this is the previous window's norm, or
+            nan if there is no previous window.
         """
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
@@ -447,7 +447,7 @@ class Accelerator(Facts):
         return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not supported: LOMO steps during backward, so windows, clipping and loss scaling would not work."""
+        """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""
         raise NotImplementedError(
             "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
             "accelerator.backward(loss) with any optimizer from torch.optim."
@@ -466,7 +466,7 @@ class Accelerator(Facts):
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load objects that have ``state_dict`` and ``load_state_dict`` as part of the state."""
+        """Register objects with ``state_dict`` and ``load_state_dict``, to save and load them as part of the state."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:

@@ -45,7 +45,7 @@ class GradientState:
 
     Attributes:
         sync_gradients: whether this micro-batch completes the window, so that optimizers step.
-        active_dataloader: the loader of the current batch; None outside all passes.
+        active_dataloader: the loader of the current batch; None if no loader is being read.
         window: the innermost open ``accumulate`` window, or the last one.
         speaker: the window that last set which backward passes synchronize gradients; None if something else set it.
         on_pass: function to call with a loader when a pass over it begins.
@@ -56,7 +56,7 @@ class GradientState:
         trains: whether an optimizer was prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
-        checked: whether the function that runs backward passes was chosen since the last model was prepared.
+        checked: whether the function that runs backward passes has been chosen since the last model was prepared.
         runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
     """
@@ -151,7 +151,7 @@ class GradientState:
         return False
 
     def say_read_at_once(self) -> None:
-        """Warn if a loader that is read together with others ends unevenly, as its last batch cannot be weighted."""
+        """Warn if a loader that is read together with others has an uneven last batch, which cannot be weighted."""
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
@@ -375,7 +375,7 @@ class Window:
         name = f"{type(optimizer.optimizer).__name__}.step()"
         if counts:
             raise RuntimeError(
-                f"{name} was called inside `with accelerator.accumulate(...):`, but its gradients did not come from "
+                f"{name} was called inside `with accelerator.accumulate(...):`, but the gradients did not come from "
                 "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so a window of "
                 f"{state.num_steps} would never complete. Call accelerator.backward(loss) instead of loss.backward(); "
                 f"it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
@@ -396,7 +396,7 @@ class Window:
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`. Unless its count is 0, the gradients must be restored first."""
+        """Restore a state from :meth:`state_dict`. If its count is not 0, restore the gradients first."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None

@@ -119,7 +119,7 @@ def _by_logger(method: str) -> Any:
 class LoggerTracker(GeneralTracker):
     """Wraps one of Paceline's loggers as a tracker.
 
-    Nothing is opened before the first value, so that ``load_state`` can still continue the checkpoint's run.
+    Nothing is opened before the first value is logged, so that ``load_state`` can still continue the checkpoint's run.
     """
 
     name = "logger"
@@ -140,7 +140,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def logger(self) -> Logger:
-        """The logger, with the run's settings recorded."""
+        """The logger; the run's settings are recorded on first access."""
         if not self._settled:
             self._settled = True
             self._logger.log_hyperparams(self._config)

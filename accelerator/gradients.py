@@ -139,8 +139,8 @@ class Gradients:
     def _check_optimizers(self) -> None:
         """Raise a RuntimeError if an optimizer that was not prepared would step with incomplete gradients.
 
-        This matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for models
-        without a prepared optimizer, so it costs a correct script nothing.
+        The check matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for
+        models without a prepared optimizer, so it costs a correct script nothing.
         """
         state, optimizers = self.state, self.prepared.optimizers
         unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled

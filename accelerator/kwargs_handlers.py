@@ -47,7 +47,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """Return a context manager for the strategy's precision, with these arguments."""
+        """Return a context manager for the strategy's precision, with this handler's arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -63,7 +63,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim: has no effect, because each process has one device.
         broadcast_buffers: whether to broadcast rank 0's buffers before each forward pass.
         bucket_cap_mb: size of the gradient buckets in MiB.
-        find_unused_parameters: whether to look for parameters that the loss does not depend on in each step.
+        find_unused_parameters: whether to look in each step for parameters that the loss does not depend on.
         check_reduction: has no effect.
         gradient_as_bucket_view: whether to make gradients views of the buckets, to save memory.
         static_graph: whether every step uses the same parameters.
@@ -101,7 +101,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ValueError(
                 f"DistributedDataParallelKwargs: comm_wrapper={self.comm_wrapper.value!r} and "
                 f"comm_state_option={self.comm_state_option} have no effect without comm_hook. Choose a hook "
-                f"({messages.names(named.list()[1:-1])}), or leave them out."
+                f"({messages.names(named.list()[1:-1])}), or leave these two arguments out."
             )
         if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
             raise ValueError(
@@ -263,7 +263,7 @@ def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> 
 
 
 class _EightBits(KwargsHandler):
-    """Accepts any arguments, but the Accelerator rejects it."""
+    """A handler that can be created with any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)

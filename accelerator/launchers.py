@@ -1,4 +1,4 @@
-"""Start a training function in several processes from a notebook or a test."""
+"""Starts a training function in several processes from a notebook or a test."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LocalSGD:
     """Context manager that averages parameters every few updates and on exit, instead of synchronizing gradients.
 
-    This reduces communication, but the result differs from synchronous training. Optimizer states and running
+    Averaging reduces communication, but the result differs from synchronous training. Optimizer states and running
     statistics, such as those of batch norm, are not averaged, so they differ between processes.
 
     Example:
@@ -35,7 +35,7 @@ class LocalSGD:
     Args:
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
-        local_sgd_steps: number of updates between averages.
+        local_sgd_steps: number of updates between two averagings.
         enabled: if False, train as usual.
 
     Raises:

@@ -57,14 +57,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the module's current parameter for one that it has, or had before setup; None for any other."""
+        """Return the current version of a parameter that the module has, or had before setup; None for any other."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give an optimizer the module's current parameters; return True if it has any of them."""
+        """Give an optimizer the module's current parameters; return True if the optimizer has any of them."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -140,7 +140,7 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step, after loading weights that had not been loaded when the model was prepared."""
+        """Run a step, but first load any weights that were not yet loaded when the model was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)

@@ -203,7 +203,7 @@ def _padded(tensor: Tensor, dim: int, size: int, value: Any = 0, first: bool = F
     return torch.cat(parts if first else parts[::-1], dim=dim)
 
 
-# ---- what differs ----------------------------------------------------------------------------------------------------
+# ---- mismatches ------------------------------------------------------------------------------------------------------
 
 
 def _described(data: Any) -> list[tuple[tuple[int, ...], str]]:

@@ -211,7 +211,7 @@ class AcceleratedOptimizer(Optimizer):
 def _refuse_scaler(accelerating: bool) -> None:
     """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
 
-    The scaler reads nothing else from an optimizer, so it can only be recognized by the calling file.
+    The scaler reads nothing else from an optimizer, so only the calling file shows that the scaler is the caller.
 
     Args:
         accelerating: whether gradients are accumulated or scaled, so that a second scaler would corrupt them.

@@ -167,7 +167,7 @@ class ParallelismConfig:
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Create the mesh of the active dimensions, including flattened ones; return None with one process.
+        """Create the mesh of the active dimensions, including flattened ones; return None if there is one process.
 
         Every process must call this after joining the process group.
         """
@@ -186,7 +186,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, after creating it if there is none and ``device_type`` is given."""
+        """Return the mesh; if it does not exist and ``device_type`` is given, create it first."""
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         if self.device_mesh is not None and device_type not in (None, self.device_mesh.device_type):

@@ -62,7 +62,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where logs and checkpoints are written.
+    """Settings for where logs and checkpoints are written.
 
     Args:
         project_dir: the project folder.
@@ -150,7 +150,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return found
 
     def compiler(self) -> Callable[..., Any] | None:
-        """Return ``torch.compile`` with these arguments, or None if compilation is off."""
+        """Return ``torch.compile`` with the plugin's arguments, or None if compilation is off."""
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
@@ -255,7 +255,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """Return arguments for ``GradientState`` from the plugin, the settings or DeepSpeed's configuration, in order."""
+    """Return arguments for ``GradientState`` from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "

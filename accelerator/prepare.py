@@ -54,8 +54,7 @@ class Prepared:
         compiler: returns the function that compiles a module's forward pass, or None.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
-        placements: models with their strategies, keyed by the module's ID. Like the lists below, it is in order of
-            preparation.
+        placements: models with their strategies, keyed by the module's ID, in order of preparation.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         errors: explains errors in the models and optimizers.
@@ -82,7 +81,7 @@ class Prepared:
         self._connect()
 
     def _connect(self) -> None:
-        """Let prepared objects call back through weak references; see :class:`.errors.Errors`."""
+        """Give prepared objects weak references to this object's methods; see :class:`.errors.Errors`."""
         self.errors = Errors(self)
         settle_buffers = weakref.WeakMethod(self._settle_buffers)
 
@@ -147,7 +146,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, give models in eval mode the buffers of rank 0, because checkpoints contain those."""
+        """When a pass begins, copy rank 0's buffers to models in eval mode, because checkpoints contain rank 0's."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -300,9 +299,9 @@ class Prepared:
         """Context manager that allows processes to have different numbers of batches, on any device.
 
         A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
-        Then every process gets the model of the process that trained longest. Only DistributedDataParallel's
-        communication is matched, so the loop must not call ``gather`` or similar methods, or
-        ``backward(num_items=...)``.
+        Then every process gets the model of the process that trained longest. Processes that have run out of batches
+        take part only in DistributedDataParallel's own communication, so the loop must not call ``gather`` or similar
+        methods, or ``backward(num_items=...)``.
 
         Args:
             joinables: prepared models to train in this context, and optimizers that communicate

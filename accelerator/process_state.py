@@ -37,7 +37,7 @@ class _Process:
     Attributes:
         strategy: the strategy that joined the process group; None until one has joined.
         state: state of the newest Accelerator.
-        resets: how often the state has been reset.
+        resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
     """
 
@@ -55,7 +55,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context manager that hides this process's state, so that copies of the process start without one."""
+    """Context manager that hides this process's state, so that copies of the process start without state."""
     before = vars(_process).copy()
     _process.forget()
     try:
@@ -153,7 +153,7 @@ class PartialState(Processes):
 
     @property
     def default_device(self) -> torch.device:
-        """This machine's best kind of device."""
+        """The best kind of device on this machine."""
         return torch.device(find_kind("auto"))
 
     @property

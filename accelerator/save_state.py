@@ -48,7 +48,7 @@ class States:
 
         ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
         loader, gradients that are waiting for an optimizer step, the random states of every rank, and registered
-        objects. Either the old state or the complete new one exists at any moment.
+        objects. At any moment, either the old state or the complete new one exists.
 
         Args:
             output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
@@ -136,7 +136,7 @@ class States:
         """Resume from a state that :meth:`save` wrote. Every rank must call this, after ``prepare``.
 
         The next pass over a prepared loader begins at its saved position. With a different number of ranks, it begins
-        after the same number of samples, and a message lists what else was derived instead of restored.
+        after the same number of samples, and a message lists everything else that was derived instead of restored.
 
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
@@ -182,7 +182,7 @@ class States:
     # ---- registered objects and hooks -------------------------------------------------------------------------------
 
     def register(self, *objects: Any) -> None:
-        """Save and load objects as part of the state. When loading, objects are matched by order of registration.
+        """Register objects to be saved and loaded as part of the state. Loading matches them by registration order.
 
         Args:
             *objects: objects with ``load_state_dict(state)`` and with ``state_dict()``, which must return plain data

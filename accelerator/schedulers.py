@@ -38,7 +38,7 @@ class AcceleratedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the scheduler, passing these arguments to its own ``step``.
+        """Advance the scheduler, passing the arguments to its own ``step``.
 
         If there are arguments, such as a metric, the scheduler advances once per call, even after a pass that ended
         inside an accumulation window.

@@ -41,7 +41,7 @@ class Contents:
         prepared: models, optimizers, schedulers and loaders.
         windows: micro-batches that are waiting for an optimizer step.
         trackers: trackers whose positions are saved.
-        project: contains the number of the next folder.
+        project: the ``ProjectConfiguration``, which contains the number of the next folder.
         settings: settings, which are recorded but not restored.
         objects: objects registered for checkpointing, in order.
         script_skips: whether the script itself skips to the loaded position in the data.
@@ -241,7 +241,8 @@ class Restored:
             if problem:
                 raise ValueError(
                     f"accelerator.load_state: the state does not fit optimizer {index} ({type(one).__name__}): "
-                    f"{problem}. Create it as it was when the state was saved, and prepare in the same order."
+                    f"{problem}. Create the optimizer as it was when the state was saved, and pass the objects to "
+                    "prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
         inner = [one.scheduler for one in self.prepared.schedulers]
@@ -332,7 +333,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that are waiting for a step; if the script skips batches itself, wait until it has."""
+        """Restore micro-batches that are waiting for a step; if the script itself skips batches, do so afterwards."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -384,7 +385,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap a function so that it returns None, and weights known to be missing are not reported."""
+    """Wrap a loading function so that it returns None, because weights known to be missing must not be reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

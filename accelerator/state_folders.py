@@ -1,4 +1,4 @@
-"""Manages an Accelerator's state folders: their names, finding the newest, deleting old ones, and hook files."""
+"""Manages an Accelerator's state folders: names them, finds the newest, deletes old ones, and handles hook files."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Folders:
 
 
 def states_in(folder: Location) -> Iterator[Location]:
-    """Yield the states in a folder's subfolders, except hidden ones; nothing if the folder does not exist."""
+    """Yield the states in a folder's subfolders, except hidden ones; yield nothing if the folder does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
@@ -239,9 +239,9 @@ def files_of(state: Location) -> Files:
 class HookFiles:
     """Makes the files that hooks write appear together with a state, or not at all.
 
-    Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, their files
-    are moved out of it. Files that they replace are kept in the hidden folder until the state is complete; see
-    :func:`settle_files`. Every rank must create this object.
+    Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, the
+    files are moved to the state's folder. Files that they replace are kept in the hidden folder until the state is
+    complete; see :func:`settle_files`. Every rank must create this object.
 
     Args:
         folder: the state's folder.
@@ -257,7 +257,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """Call ``write``, which runs the hooks, on every rank with the folder to write to."""
+        """On every rank, call ``write``, which runs the hooks, with the folder that they must write to."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))

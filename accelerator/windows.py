@@ -191,7 +191,7 @@ def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Return gradients per rank with the same mean across ranks as in the saved run (or sum, if items are counted)."""
+    """Return gradients per rank whose mean across ranks (or sum, if items are counted) is that of the saved run."""
     by_items = {
         index
         for entry in ranks[0]["windows"]

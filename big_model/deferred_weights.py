@@ -1,8 +1,8 @@
-"""Deferred weights: weights loaded into parameters on the meta device before a strategy shards the module.
+"""Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
-If a strategy shards a module, ``configure_model`` runs first. A parameter on the meta device then only stores a note
-that says which file has its values; names and shapes are checked immediately. After the module has been sharded, each
-process reads its own shards, so no process ever holds all weights.
+If a strategy shards a module, ``configure_model`` runs before that. Loading a weight into a parameter on the meta
+device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
+the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Context manager that defers weights for parameters on the meta device until the module has been sharded."""
+    """Context manager that defers loading parameters on the meta device until the module has been sharded."""
     token = _noting.set(True)
     try:
         yield
@@ -72,7 +72,7 @@ def noting() -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Return True if weights are being deferred until the module has been sharded."""
+    """Return True if loading is being deferred until the module has been sharded."""
     return _noting.get()
 
 
@@ -82,7 +82,7 @@ def is_to_be_noted(own: Tensor) -> bool:
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Attach a note to a parameter on the meta device that says where its values are.
+    """Attach a note that says where the values of a parameter on the meta device are.
 
     ``names`` are the parameter's names in the model. The parameter stays the same object but gets the given dtype.
     """
@@ -162,7 +162,7 @@ class Waiting:
         return "\n".join(f"{name}: {note.name} of {note.file.name}" for name, note in self.notes.items())
 
     def take_memory(self, module: nn.Module, device: torch.device) -> None:
-        """Allocate uninitialized memory for the deferred parameters; if sharded, only for this process's shards."""
+        """Allocate uninitialized memory for the deferred parameters, or only for this process's shards of them."""
         tied: dict[int, list[str]] = {}
         own = dict(module.named_parameters(remove_duplicate=False))
         for name in self.notes:
@@ -180,7 +180,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters (if sharded, only this process's shards) from their files, one by one."""
+        """Read the deferred parameters, or only this process's shards of them, from their files, one by one."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():
@@ -209,9 +209,9 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name in found]
         if self.unfilled:
             raise RuntimeError(
-                f"{type(module).__name__} was created on the meta device, and nothing gives "
-                f"{messages.names(self.unfilled[:10], 'and')} a value. The layer has no reset_parameters() that sets "
-                "it, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
+                f"{type(module).__name__} was created on the meta device, and nothing sets the values "
+                f"of {messages.names(self.unfilled[:10], 'and')}. The layer has no reset_parameters() that sets "
+                "them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
                 "(load_checkpoint_in_model), define one of those methods, or create that layer outside "
                 "torch.device('meta')."
             )

@@ -94,7 +94,10 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Replaces the method that moves or converts a dispatched module (for ``to`` or ``half``, even on a parent)."""
+    """Raises an error in place of the method that moves or converts a dispatched module.
+
+    ``to`` and ``half``, for example, call that method, even when they are called on a parent module.
+    """
 
     def __init__(self, name: str, where: str) -> None:
         self.name = name

@@ -50,11 +50,11 @@ def dispatch_model(
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
-    copy. Outputs are bit-identical to running the model on one device, as long as modules call each other. A module
-    that reads another module's weight directly gets the stored values. On the CPU, this may change the last bits of a
-    product unless the file is aligned to 64 bytes, as Paceline's own files are. Only one thread at a time may run the
-    model, and the files must not change while it is in use. To train a model that does not fit, use
-    ``strategy="fsdp"``.
+    copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
+    module that reads another module's weight directly gets the stored values. On the CPU, computing with stored values
+    may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own files are. Only one
+    thread at a time may run the model, and the files must not change while the model is in use. To train a model that
+    does not fit, use ``strategy="fsdp"``.
 
     Args:
         model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has the values.
@@ -136,7 +136,7 @@ def cpu_offload_with_hook(
         prev_module_hook: hook of the previous model in a pipeline, which is moved back when this model runs.
 
     Returns:
-        The model, and its hook with ``offload()`` and ``remove()``.
+        The model and its hook, which has the methods ``offload()`` and ``remove()``.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -185,7 +185,7 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay there."""
+    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay in files."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -276,7 +276,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts that are fetched as a unit, with names: blocks and the like, unless the map splits them."""
+    """Return the parts, with names, that are each fetched as a unit: :func:`smallest_parts`, split where the map is."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -297,7 +297,7 @@ def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) ->
 
 
 def _remove_dispatch(model: nn.Module) -> None:
-    """Remove the hooks of an earlier dispatch, without changing values and other hooks."""
+    """Remove the hooks of an earlier dispatch, without changing values or other hooks."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
@@ -312,7 +312,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """Return the modules that move their inputs to a device, model first; empty if everything runs on the CPU."""
+    """Return the device of each module that moves its inputs, model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }

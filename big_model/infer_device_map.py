@@ -32,7 +32,7 @@ class Row(NamedTuple):
         module: name of a module or tensor; ``""`` means the entire model.
         kind: the part's class.
         device: the part's device.
-        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already there.
+        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
         why: the reason for this device.
     """
 
@@ -114,7 +114,7 @@ def plan_device_map(
         no_split_module_classes: one or more classes, or their names, whose instances are not split. None means the
             classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
         dtype: dtype that floating-point weights will have; None means their dtype in the model.
-        special_dtypes: the same for single tensors, by name.
+        special_dtypes: dtypes that individual tensors will have, by name.
         offload_buffers: whether to offload the buffers of offloaded parts too; if not, they stay on the main device.
         fallback_allocation: whether later parts may be placed out of order on an earlier device where they fit.
         verbose: whether to print the table.
@@ -205,7 +205,7 @@ def get_balanced_memory(
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts that are moved as a unit, with names: blocks, layers outside blocks, tensors outside layers."""
+    """Return the parts, with names, that are each moved as a unit: blocks, and layers and tensors outside blocks."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 
@@ -237,7 +237,13 @@ class _Item(NamedTuple):
 
 @dataclass
 class _Placed:
-    """Rows of the plan, the smallest parts to fetch, and the bytes of their buffers that stay on the main device."""
+    """The result of choosing devices.
+
+    Attributes:
+        rows: the plan's rows.
+        fetched: the offloaded parts that are each fetched as a unit.
+        buffers: bytes on the main device for the buffers of offloaded parts.
+    """
 
     rows: list[Row]
     fetched: list[_Item]
@@ -304,7 +310,7 @@ class _Placer:
         )
 
     def _fetch_bytes(self, item: _Item) -> int:
-        """Return how many bytes fetching a part needs: on an accelerator, twice its size, to hold the running part."""
+        """Return the bytes needed to fetch a part: on an accelerator, twice its size, to hold the running part too."""
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
     def _place(self, kept: float) -> _Placed:

@@ -51,7 +51,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load weights into a model, each directly to its device, so that the model runs there. Returns the same object.
+    """Load each of a model's weights directly to its device, and make the model run there. Returns the same object.
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
@@ -60,18 +60,18 @@ def load_checkpoint_and_dispatch(
             weights on their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see :func:`plan_device_map`.
-        offload_folder: folder for weights on disk whose dtype differs from their files; all others are read from their
-            files and need no folder.
+        offload_folder: folder for weights with device ``"disk"`` that need a different dtype than in their files; other
+            weights are read from their files and need no folder.
         offload_buffers: whether to offload the buffers of offloaded parts too.
         dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values.
-        offload_state_dict: accepted and ignored; in addition to the model, at most one chunk is held in memory.
+        offload_state_dict: accepted and ignored, because at most one chunk is in memory in addition to the model.
         skip_keys: keyword arguments that are not moved to a part's device.
         preload_module_classes: classes whose instances are fetched as a unit; None means the classes that are not
             split.
         force_hooks: whether to attach hooks even if everything is on one device.
         strict: whether missing and unexpected names are an error instead of a warning.
-        full_state_dict: accepted and ignored; each process reads the files.
-        broadcast_from_rank0: accepted and ignored; each process reads the files.
+        full_state_dict: accepted and ignored, because each process reads the files.
+        broadcast_from_rank0: accepted and ignored, because each process reads the files.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.
@@ -269,7 +269,7 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file has {value.dtype}, and no folder for the "
+                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and no folder for the "
                 f"converted values was given. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)

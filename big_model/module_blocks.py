@@ -28,9 +28,9 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
-    """Return blocks by name: modules in containers whose class occurs at least twice in containers.
+    """Return the blocks by name: modules in containers, if containers hold at least two modules of the same class.
 
-    Modules inside a block belong to that block, even if they repeat there (layers in the block's containers, experts).
+    Modules inside a block belong to that block, even if they repeat there (such as experts).
     """
     elements: dict[str, nn.Module] = {}
     seen: set[int] = set()

@@ -112,8 +112,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the size in bytes of each module (``""`` is the entire model) and each tensor of a model, by name.
 
-    ``dtype`` is the dtype to assume for floating-point tensors; None means their current dtype. ``special_dtypes`` does
-    the same for single tensors, by name. With ``buffers_only``, parameters are excluded.
+    ``dtype`` is the dtype to assume for floating-point tensors; None means their current dtype. ``special_dtypes``
+    overrides it for individual tensors, by name. With ``buffers_only``, parameters are excluded.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}

@@ -80,7 +80,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Map a tensor that :func:`offload_weight` wrote into memory.
+    """Map into memory a tensor that :func:`offload_weight` wrote to a file.
 
     Raises:
         ValueError: the file's size does not match the index.
@@ -111,7 +111,7 @@ class Stored(NamedTuple):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """A mapping from names to tensors, from a state dict in memory and from files, which are mapped on first use.
+    """A mapping from names to tensors, which are in a state dict or in files that are mapped on first use.
 
     Args:
         state_dict: tensors in memory.

@@ -132,7 +132,7 @@ class Part:
         self._depth += 1
 
     def leave(self) -> None:
-        """Save values that were changed while the part ran, and free its memory."""
+        """Save values that were changed while the part ran, and free the part's memory."""
         self._depth -= 1
         if not self._depth:
             for tensor in self._tensors:
@@ -206,7 +206,7 @@ class Fetcher:
             self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
-        """Return a part's fetched tensors, and record that it follows the part that was taken before it."""
+        """Return a part's fetched tensors, and record that this part follows the previously taken one."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part

@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """Return the shard of a full tensor that this process holds if it is sharded like ``like``.
+    """Return the shard that this process would hold if a full tensor were sharded like ``like``.
 
     The result is a view if the shard is contiguous.
 
@@ -105,7 +105,7 @@ def fill_parts(
     """Set a sharded parameter's value under all its names, allocating memory if it is on the meta device.
 
     Raises:
-        ValueError: ``dtype`` differs from the parameter's dtype, which is also the dtype that it is gathered in.
+        ValueError: ``dtype`` differs from the parameter's dtype, in which its shards are gathered.
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype
@@ -167,7 +167,7 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
 
 
 def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
-    """Raise this process's error, if any, or an error that reports another process's error."""
+    """Raise this process's error or, if only another process failed, an error that reports its failure."""
     if problem is not None:
         raise problem
     for text in filter(None, problems):

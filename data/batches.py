@@ -37,17 +37,17 @@ class Batches:
             current batch is the last. If fetching fails, the current batch is still yielded before the error is raised.
         limit: number of batches after which the epoch ends if the loader does not end earlier; ``inf`` means no limit.
             No batch is fetched past the limit or past the loader's length.
-        agree: for several processes whose loaders have no known length: receives whether this process has a batch, and
-            returns whether all of them do. The epoch ends on all processes when it ends on one.
+        agree: function for several processes whose loaders have no known length. It receives whether this process has
+            a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
         skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
             DataLoader skips them without loading anything; other loaders fetch and discard them.
-        seed: workers that load by index seed their random states from this number and each batch's index; None keeps
-            torch's seeding.
+        seed: number from which, together with each batch's index, workers that load by index seed their random states;
+            None keeps torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
         prepare: with ``lookahead``, called before the first batch is fetched.
 
     Attributes:
-        before_ahead: the result of ``remember`` from before the batch after the current one was fetched.
+        before_ahead: what ``remember`` returned just before the batch after the current one was fetched.
         exhausted: whether the most recent batch is known to be the last. Always False without ``lookahead``.
         left_over: whether the epoch ended although this process still had a batch.
     """
@@ -200,7 +200,8 @@ class HandOver:
 
     Attributes:
         taken: number of batches fetched so far.
-        last: the last fetched batch, its ``batch_idx`` and its ``dataloader_idx``; None and zeros before that.
+        last: the last fetched batch, its ``batch_idx`` and its ``dataloader_idx``; None and zeros before the first
+            fetch.
     """
 
     def __init__(self, batches: Batches, start: int, metrics: MetricStore, dataloader_idx: int = 0) -> None:

@@ -63,7 +63,7 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders in order. Setting this property replaces the loaders in the same structure."""
+        """The loaders in order. Setting this property replaces the loaders and keeps the structure."""
         return self._flattened
 
     @flattened.setter
@@ -256,7 +256,7 @@ class _Pass:
         if part is _END:
             raise ValueError(
                 f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
-                "one and yielded no batch when it was started over. An empty loader, or an iterator that can be read "
+                "one and yielded no batches when restarted. An empty loader, or an iterator that can be read "
                 "only once, cannot cycle. Pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
             )
         return part
@@ -290,7 +290,7 @@ def close_iterator(iterator: Iterator[Any]) -> None:
 def end_persistent_workers(loader: Any) -> None:
     """Shut down the worker processes, if any, that a loader keeps for its next pass. That pass then starts new ones.
 
-    If they were left to the garbage collector, each would take five seconds to exit, because torch first closes the
+    If workers were left to the garbage collector, each would take five seconds to exit, because torch first closes the
     queues through which it tells workers to exit (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
     """
     if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:

@@ -59,7 +59,7 @@ class DataModule(HyperparametersMixin):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
-        """Called before :meth:`setup`, in one process per node or only one. Download data here; do not set state."""
+        """Called before :meth:`setup`, on one process per node or on rank 0 only. Download data, but set no state."""
 
     def setup(self, stage: str) -> None:
         """Called when fit, validate, test or predict begins, in every process. Create the datasets and splits here."""

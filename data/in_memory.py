@@ -1,4 +1,4 @@
-"""Fast batches from in-memory tensors, with one indexing operation instead of fetching and stacking samples."""
+"""Creates batches from in-memory tensors with one indexing operation, which is faster than stacking single samples."""
 
 from __future__ import annotations
 

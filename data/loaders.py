@@ -38,7 +38,7 @@ def is_loader_collection(loaders: Any) -> bool:
 
 
 def train_loader(loaders: Any) -> Iterable[Any]:
-    """Return a single loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest one."""
+    """Return one loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest loader."""
     if isinstance(loaders, CombinedLoader):
         if loaders.mode == "sequential":
             raise ValueError(
@@ -190,7 +190,7 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "the states are ignored and the data start over. To resume at the next batch, pass the saved run's "
+            "the states are ignored and the data starts over. To resume at the next batch, pass the saved run's "
             "loaders to fit."
         )
         return False
@@ -202,9 +202,10 @@ def load_loader_state(
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
-    """Return a function that captures the states that fetching a batch ahead changes; None if it changes none.
+    """Return a function that captures any state that prefetching a batch changes, or None if nothing changes.
 
-    Loading samples in this process draws random numbers, and a loader that saves its position advances that position.
+    For example, loading samples in this process draws random numbers, and a loader that keeps track of its position
+    moves forward.
     """
     leaves = list(leaves_of(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
@@ -239,8 +240,8 @@ def without_shuffling(loader: Any) -> Any:
     raise ValueError(
         f"overfit_batches needs the same batches every epoch, but the batch sampler of the {type(loader).__name__}, a "
         f"{type(batches).__name__}, has no `sampler` attribute, so its shuffling cannot be turned off. Pass a loader "
-        "with batch_size= and shuffle=False, or use a batch sampler that does not shuffle and limit_train_batches= "
-        "instead of overfit_batches=."
+        "with batch_size= and shuffle=False. Or keep a batch sampler, one that does not shuffle, and replace "
+        "overfit_batches= with limit_train_batches=."
     )
 
 
@@ -250,8 +251,8 @@ def advise(loader: Any, what: str) -> None:
         return
     if shuffles(loader):
         messages.warn_once(
-            f"{what} shuffles (shuffle=True or a RandomSampler). This does not change the metrics, but outputs come in "
-            "a different order every time. Use shuffle=False."
+            f"{what} shuffles (shuffle=True or a RandomSampler). Shuffling does not change the metrics, but outputs "
+            "come in a different order every time. Use shuffle=False."
         )
 
 
@@ -311,7 +312,7 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
 
 
 class _EpochGenerator(torch.Generator):
-    """A generator that Paceline has set on a sampler or loader and seeds before each epoch."""
+    """A generator that Paceline sets on a sampler or loader and reseeds before each epoch."""
 
     def __reduce__(self) -> Any:
         return type(self), ()

@@ -117,14 +117,14 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """Yield the items of a ``RandomSampler``. At its end, it draws one more permutation, for an empty remainder."""
+    """Yield the items of a ``RandomSampler``. At the end, draw one more permutation, as torch does for a remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
     yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
     torch.randperm(size, generator=sampler.generator)
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """Return a batch sampler's batches from number ``start`` on, as tensors, not lists, if the order is torch's."""
+    """Return a batch sampler's batches from number ``start`` on, as tensors (not lists) if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the items before the start now. Does nothing with workers, which already have their first batches."""
+        """Draw the skipped items now. With workers, do nothing, because they already have their first batches."""
         if self.start and not self.in_workers:
             next(self.opened)
 
@@ -267,7 +267,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def takes_indices(loader: Any) -> bool:
-    """Return True if a loader takes indices from a sampler: it has torch's own ``__iter__`` and reads no stream."""
+    """Return True if a loader takes indices from a sampler: it has torch's own ``__iter__`` and no iterable dataset."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset)
@@ -290,8 +290,8 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     Args:
         loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: workers that load by index seed their random states from this number and each batch's index; None leaves
-            the random states unchanged.
+        seed: number from which, together with each batch's index, workers that load by index seed their random states;
+            None leaves the random states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)

@@ -3,8 +3,8 @@
 The processes do not communicate. Each one iterates over the same full order and loads only its own part.
 :func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
-After an evaluation, outputs that are joined round by round, and rank by rank within each round, are in the dataset's
-order. Leave out :func:`surplus` batches.
+To put an evaluation's outputs into the dataset's order, join them round by round, and rank by rank within each round,
+without those of :func:`surplus` batches.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def last_share(loader: Any) -> float:
 
 
 def repeats(loader: Any, number: int, last: bool) -> bool:
-    """Return True if a batch of the current pass only repeats a sample that another process has.
+    """Return True if a batch of the current pass contains only repeats of samples that another process has.
 
     Args:
         loader: a DataLoader that :func:`shard_training` returned.
@@ -285,7 +285,10 @@ class RankIterable(Shard):
 
 
 def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
-    """Return a copy of a loader that yields one process's part, using the division ``divide(size=, drop_last=)``."""
+    """Return a copy of a loader that yields one process's part.
+
+    ``divide(size=..., drop_last=...)`` returns the :class:`Division` to use.
+    """
     if world == 1:
         return loader
     if isinstance(loader, CombinedLoader):

@@ -1,4 +1,4 @@
-"""Data loader workers: protect them from signals to the process group, stop them with the run, explain lost workers.
+"""Protects data loader workers from signals to the process group, stops them with the run, and explains lost workers.
 
 A run that receives a signal finishes its step and saves, which is impossible if the same signal has killed its workers.
 Workers must also not outlive the run, but torch's own check misses a parent that died before the worker was ready.
@@ -48,7 +48,7 @@ _ENDING_SECONDS = 5.0
 
 
 class WorkerLostError(RuntimeError):
-    """Raised when a data loader worker has died; the message says how to fix it. Torch's own error is the cause."""
+    """Raised when a data loader worker has died; the message says how to fix it. Its cause is torch's own error."""
 
 
 class _Start:
@@ -112,7 +112,7 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _explain_ended_children() -> None:
-    """Improve the error that torch's SIGCHLD handler raises when a child exits, wherever the program is then."""
+    """Improve the error that torch's SIGCHLD handler raises, at any point in the program, when a child exits."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "func", None) is not _child_ended:
         signal.signal(signal.SIGCHLD, partial(_child_ended, handler))
@@ -173,7 +173,7 @@ def _lost(error: BaseException) -> tuple[int, int | None] | None:
 
 
 def _workers_in(trace: TracebackType | None) -> list[Any]:
-    """Return the workers of the loader that was fetching a batch when an error was raised; empty if none was."""
+    """Return the workers of the loader that was fetching a batch when an error was raised; empty if there was none."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == dataloader.__file__:
             return workers_of(trace.tb_frame.f_locals.get("self"))
@@ -200,7 +200,7 @@ def _described(loader: Any) -> str:
 
 
 def _code(killed: str | None, ended: str | None) -> int | None:
-    """Return the exit code of a process that was killed by the signal described, or that exited with a status."""
+    """Return a process's exit code, given its exit status or the description of the signal that killed it."""
     if ended is not None:
         return int(ended)
     return next((-number for number in signal.valid_signals() if signal.strsignal(number) == killed), None)

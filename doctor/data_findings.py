@@ -13,13 +13,13 @@ COPIES = 0.05
 
 
 def _waits_for_data(case: Case) -> Facts | None:
-    """Return the process that waits longest for data, if it waits long enough to report."""
+    """Return the process that waits longest for data, or None if its wait is too short to report."""
     worst = max(case, key=lambda facts: facts.share("data"))
     return worst if worst.share("data") >= DATA else None
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds that loading a batch takes in a worker (or this process), and a step takes without waiting."""
+    """Return the seconds to load a batch in a worker (or in this process), and to run a step without waiting for it."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)

@@ -17,11 +17,11 @@ EVERY = 8
 
 
 class DeviceClock:
-    """Records with events when the device reaches each part of a step.
+    """Uses events to record when the device reaches each part of a step.
 
     Events are queued in the stream between the kernels, so the time from one event to the next is the time that the
-    device spent on a part, including waits for the host. A step's events are read some steps later, when its last event
-    has completed.
+    device spent on a part, including waits for the host. A step's events are read some steps later, once the last
+    of them has completed.
 
     Args:
         event: function that creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; None

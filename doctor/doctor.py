@@ -84,15 +84,15 @@ def hook_of(action: str) -> str:
 class Doctor(Profiler):
     """Measures a fit and reports, even after an error, what is slow, why, and how much a change would gain.
 
-    This costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count toward the part of
-    the step that they are in.
+    Measuring costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count toward the
+    part of the step that they are in.
 
     Args:
         dirpath: folder for ``doctor.html`` and ``doctor.json``; None means the folder of the run's logger.
-        filename: name for both files, instead of ``doctor``.
+        filename: name of both files, without extension; None means ``doctor``.
         write: whether to write the files; if False, only print the report.
         operators: whether to record every operator in the second and third steps, to find lines that wait for the
-            device and batches that are too small. These two steps take several times as long.
+            device and batches that are too small. Recording makes these two steps several times slower.
 
     Attributes:
         report: the report, on rank 0 after a fit; None if the fit ended before any counted step.
@@ -192,7 +192,7 @@ class Doctor(Profiler):
             self.step_watch.begin()
 
     def _settled(self) -> None:
-        """Start counting steps."""
+        """Start counting steps, after the warmup."""
         self.collections.begin()
         self._hooks = dict(self.clock.hooks)
         if self.subject is not None:
@@ -236,7 +236,7 @@ class Doctor(Profiler):
             self.report = Report.of(found)
 
     def interrupted(self) -> None:
-        """Report only on the steps that this process has finished."""
+        """Create a report after an error, covering only the steps that this process has finished."""
         if self.subject is None:
             return
         self.clock.cut()

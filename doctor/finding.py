@@ -18,8 +18,8 @@ class Finding:
         why: the cause.
         change: what to change.
         gain: expected gain, in words.
-        share: fraction of the time, which findings are sorted by.
-        is_note: whether the finding costs no time in this run but would on other hardware.
+        share: fraction of the time, by which findings are sorted.
+        is_note: whether the problem costs no time in this run but would on other hardware.
     """
 
     key: str

@@ -8,7 +8,7 @@ from .finding import Case, Finding, duration, faster, percent, there
 
 #: Fractions of the time above which a finding is reported.
 COLLECTIONS = 0.05
-#: Fractions of a device's memory.
+#: Limits as fractions of a device's or host's memory: in use, unused between tensors, left on the host.
 NEARLY_FULL = 0.92
 FRAGMENTED = 0.25
 HOST_LEFT = 0.05
@@ -48,7 +48,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Report that much of torch's memory lies unused between tensors, and that torch ran out of space."""
+    """Report that much of torch's memory is unused between tensors, so that torch had to reallocate memory."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)

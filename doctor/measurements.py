@@ -98,7 +98,7 @@ class Facts:
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
-        """Return the fraction of the counted time that the parts took."""
+        """Return the fraction of the counted time that the given parts took."""
         parts = self.parts
         whole = sum(parts.values())
         return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0
@@ -111,7 +111,7 @@ class Facts:
 
     @property
     def quick_step(self) -> float:
-        """The 10th percentile of the step times in seconds, which is the time of an undisturbed step."""
+        """The 10th percentile of the step times in seconds, taken as the time of an undisturbed step."""
         times = sorted(self.step_seconds)
         return times[len(times) // 10] if times else 0.0
 

@@ -247,7 +247,7 @@ class PlannedLoop(Wiring):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless the program failed, because the report needs every process."""
+        """Write the report when the program ends, unless it failed. Writing the report needs every process."""
         if getattr(sys, "last_value", None) is None:
             self._finish()
 

@@ -15,17 +15,17 @@ STRAGGLING = 0.15
 
 
 def _own(facts: Facts) -> float:
-    """Return a process's own seconds per step, without the time that it waits for other processes."""
+    """Return a process's own seconds per step, excluding the time that it waits for other processes."""
     return facts.step * (1 - facts.share("communication"))
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that every rank waits for gradients. The slowest rank waits for no other rank."""
+    """Return the seconds per step that even the slowest rank, which waits for no other rank, waits for gradients."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Return True if some ranks are unknown, in which case a wait for gradients may be a wait for a late rank."""
+    """Return True if some ranks were not measured. A wait for gradients may then be a wait for one of these ranks."""
     return len(case) < case[0].world_size
 
 

@@ -41,7 +41,7 @@ class Clock:
         totals: seconds by part since the start, followed by the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
         hooks: seconds by hook name.
-        marks: in measured steps, a function that records the same switches on the device
+        marks: in steps measured on the device, a function that records there when each part begins
             (:class:`.device_clock.DeviceClock`); otherwise None.
     """
 
@@ -128,7 +128,7 @@ class Clock:
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """End the run, possibly inside a step, of which only validations and checkpoints then count."""
+        """End the run. If a step is unfinished, only its validations and checkpoints count."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

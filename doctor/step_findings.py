@@ -25,7 +25,7 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Return a part's fraction of the host's counted time, because device times exclude the time between steps."""
+    """Return a part's fraction of the host's counted time. Device times would exclude the time between steps."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
@@ -63,7 +63,7 @@ def host_syncs(case: Case) -> Finding | None:
 
 
 def _compiling(case: Case) -> str:
-    """Return the advice to compile. If the network is small, compiling only the network can make it slower."""
+    """Return advice on how to compile, with a warning if compiling could make a small network slower."""
     if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
         return "Trainer(compile='step'), which takes about 30 s to compile the whole step into one graph."
     asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")

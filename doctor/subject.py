@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSubject:
-    """A Trainer's fit. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
+    """Provides facts about a Trainer's fit. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
 
     #: Whether the loop is the user's, without a Trainer.
     own_loop = False
@@ -40,7 +40,7 @@ class TrainerSubject:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled. Operators then cannot be recorded."""
+        """Whether the module, or a part of it, is compiled. If so, operators cannot be recorded."""
         return self._trainer.compile is not False or has_compiled(self.modules)
 
     @property

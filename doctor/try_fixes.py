@@ -1,4 +1,4 @@
-"""``--try``: tries each change that may help in a short run, and compares the speed with the original run's."""
+"""``--try``: makes a short run with each promising change, and compares its speed with the original run's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the changes worth trying: name, description and plan change. In an own loop, only the loader changes."""
+    """Yield the name, description and plan of each change worth trying; only loader changes in a user's own loop."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -54,7 +54,7 @@ def names(text: str) -> set[str]:
 
 
 def speed(ranks: list[Facts]) -> float:
-    """Return the samples per second of all processes together, or the batches if the batch size is unknown."""
+    """Return all processes' total samples per second, or batches per second if the batch size is unknown."""
     return sum((facts.batch_size or 1) / facts.step for facts in ranks if facts.step)
 
 

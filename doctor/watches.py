@@ -56,7 +56,7 @@ class StepWatch(TorchDispatchMode):
 
     Attributes:
         operators: number of operators so far.
-        lines: number of waits by (file, line, what).
+        lines: number of waits by (file, line number, reason for the wait).
     """
 
     def __init__(self) -> None:

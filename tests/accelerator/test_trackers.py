@@ -99,7 +99,7 @@ def test_a_tracker_without_its_attributes_is_refused_naming_them() -> None:
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    with pytest.raises(NotImplementedError, match="Nameless is a tracker without 'name' and 'tracker'"):
+    with pytest.raises(NotImplementedError, match="Nameless is a tracker that does not define 'name' and 'tracker'"):
         Nameless()
     Nameless(_blank=True)
 

@@ -657,7 +657,7 @@ def test_a_model_that_nothing_initializes_may_be_prepared_and_must_then_be_loade
             assert model(torch.zeros(2, LENGTH, WIDTH)).isfinite().all()
             return
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"nothing gives 'table' a value.*load_checkpoint_in_model"):
+            with pytest.raises(RuntimeError, match=r"nothing sets the values of 'table'.*load_checkpoint_in_model"):
                 model(torch.zeros(2, LENGTH, WIDTH))
 
     for load in (True, False):

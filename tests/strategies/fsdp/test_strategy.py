@@ -537,7 +537,7 @@ class Unfilled(Lazy):
 
 
 def test_what_nobody_gives_a_value_is_an_error_that_names_it() -> None:
-    with pytest.raises(RanksError, match=r"nothing gives 'positions.table' a value"):
+    with pytest.raises(RanksError, match=r"nothing sets the values of 'positions.table'"):
         ranks(2, lambda: train(Unfilled(), FSDPStrategy(), 2, 1))
 
 
