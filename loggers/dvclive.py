@@ -78,11 +78,9 @@ class DVCLiveLogger(ServiceLogger):
         return Path(str(self._save_dir)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
-        from dvclive import Live
-
         live, continues = self._given, self._continues or self._id is not None
         if live is None:
-            live = Live(**{**self._init, "dir": self._save_dir, "resume": continues})
+            live = self._sdk().Live(**{**self._init, "dir": self._save_dir, "resume": continues})
             for name, described in self._checkpoints.items():  # Live forgets them, and then removes them from dvc.yaml
                 live.log_artifact(name=name, cache=False, **described)
         if self._id is None:
