@@ -136,7 +136,8 @@ class MLflowTracker(OpenedTracker):
             "tracking_uri": mlflow.get_tracking_uri(),
             **kwargs,
         }
-        super().__init__(MLFlowLogger(run_name=run_name, tags=tags, **options))
+        self._own = MLFlowLogger(run_name=run_name, tags=tags, **options)
+        super().__init__(self._own)
 
     @property
     def tracker(self) -> Any:
@@ -151,9 +152,9 @@ class MLflowTracker(OpenedTracker):
     def start(self) -> None:
         import mlflow
 
-        if mlflow.get_tracking_uri() != self._logger.tracking_uri:
-            mlflow.set_tracking_uri(self._logger.tracking_uri)
-        mlflow.start_run(self._logger.version, nested=self._is_nested)
+        if mlflow.get_tracking_uri() != self._own.tracking_uri:
+            mlflow.set_tracking_uri(self._own.tracking_uri)
+        mlflow.start_run(self._own.version, nested=self._is_nested)
 
     @on_main_process
     def finish(self) -> None:
@@ -166,13 +167,13 @@ class MLflowTracker(OpenedTracker):
     def log_figure(self, figure: Any, artifact_file: str, **kwargs: Any) -> None:
         """Save a figure as an artifact."""
         self.is_used = True
-        self._logger.experiment.log_figure(self._logger.version, figure, artifact_file, **kwargs)
+        self._own.experiment.log_figure(str(self._own.version), figure, artifact_file, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
         """Save a file with the run."""
         self.is_used = True
-        self._logger.log_artifact(local_path, artifact_path)
+        self._own.log_artifact(local_path, artifact_path)
 
     @on_main_process
     def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:

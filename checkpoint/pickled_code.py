@@ -52,9 +52,10 @@ def _is_plain(name: str) -> bool:
     """Whether a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
     if name.startswith("torch."):
         return name.count(".") == 1 or name.startswith(_OF_TENSORS)
-    return name in _PLAIN or name in {
-        f"{one.__module__}.{one.__qualname__}" for one in torch.serialization.get_safe_globals()
-    }
+    allowed = torch.serialization.get_safe_globals()
+    return name in _PLAIN or name in (
+        one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed
+    )
 
 
 class _Kind(type):

@@ -46,10 +46,8 @@ class AimLogger(ServiceLogger):
 
     def log_image(self, key: str, image: Any, step: int | None = None, **kwargs: Any) -> None:
         """Log an image (an array or a PIL image); ``kwargs`` are of ``aim.Image``."""
-        import aim
-
         image, caption = image if isinstance(image, tuple) else (image, "")
-        self.log_record({key: aim.Image(image, caption=caption, **kwargs)}, step)
+        self.log_record({key: self._sdk().Image(image, caption=caption, **kwargs)}, step)
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Upload a file or folder, to the run's ``artifacts_uri`` or the folder ``artifacts`` in the repository."""
@@ -60,24 +58,18 @@ class AimLogger(ServiceLogger):
         upload(os.fspath(path), name=name, block=True)
 
     def _open(self) -> Any:
-        from aim import Run
-
         if "://" not in self._repo:
             os.makedirs(self._repo, exist_ok=True)
-        run = Run(run_hash=self._id, repo=self._repo, experiment=self._project, **self._init)
+        run = self._sdk().Run(run_hash=self._id, repo=self._repo, experiment=self._project, **self._init)
         if self._run_name is not None:
             run.name = self._run_name
         self._id = run.hash
         return run
 
     def _write(self, run: Any, values: dict[str, Any], step: int, **options: Any) -> None:
-        import aim
-
-        epoch = values.pop("epoch", None)
+        text, epoch = self._sdk().Text, values.pop("epoch", None)
         for name, value in values.items():
-            run.track(
-                aim.Text(value) if isinstance(value, str) else value, name=name, step=step, epoch=epoch, **options
-            )
+            run.track(text(value) if isinstance(value, str) else value, name=name, step=step, epoch=epoch, **options)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         run = self.experiment
@@ -87,9 +79,7 @@ class AimLogger(ServiceLogger):
         self._experiment.close()
 
     def _exists(self, run_id: str) -> bool:
-        from aim import Repo
-
-        return Repo(self._repo).get_run(run_id) is not None or run_id in Repo(self._repo).list_all_runs()
+        return run_id in self._sdk().Repo(self._repo).list_all_runs()
 
     def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
         name = Path(path).name

@@ -77,12 +77,11 @@ class ClearMLLogger(ServiceLogger):
         return {}
 
     def _open(self) -> Any:
-        from clearml import Task
-
-        task: Any = Task.current_task()
+        kind = self._sdk().Task
+        task = kind.current_task()
         self._is_own = task is None
         if task is None:
-            task = Task.init(project_name=self._project, **self._init)
+            task = kind.init(project_name=self._project, **self._init)
         self._id = task.id
         return task
 

@@ -61,8 +61,7 @@ class CometLogger(ServiceLogger):
         self._config = kwargs
 
     def _open(self) -> Any:
-        import comet_ml
-
+        comet_ml = self._sdk()
         config = self._config.get("experiment_config") or comet_ml.ExperimentConfig(**self._config)
         experiment = comet_ml.start(
             **self._account,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import messages
 from .checkpoint_uploads import LogModel
 from .service import ServiceLogger
 
@@ -47,6 +46,7 @@ class DVCLiveLogger(ServiceLogger):
         self._init = {"exp_name": run_name, **kwargs}
         self._continues = resume
         self._params: dict[str, Any] = {}
+        self._checkpoints: dict[str, dict[str, Any]] = {}
         self._given = experiment
 
     @property
@@ -78,11 +78,11 @@ class DVCLiveLogger(ServiceLogger):
         return Path(str(self._save_dir)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
-        from dvclive import Live
-
         live, continues = self._given, self._continues or self._id is not None
         if live is None:
-            live = Live(**{**self._init, "dir": self._save_dir, "resume": continues})
+            live = self._sdk().Live(**{**self._init, "dir": self._save_dir, "resume": continues})
+            for name, described in self._checkpoints.items():  # Live forgets them, and then removes them from dvc.yaml
+                live.log_artifact(name=name, cache=False, **described)
         if self._id is None:
             self._id = secrets.token_hex(8)
             self._mark.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class DVCLiveLogger(ServiceLogger):
         run.next_step()
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write them together with the earlier ones, which ``Live`` forgets when it opens a folder again."""
+        """Write them together with the earlier ones, which ``Live`` forgets too."""
         self._params.update(params)
         self.experiment.log_params(self._params)
 
@@ -114,6 +114,7 @@ class DVCLiveLogger(ServiceLogger):
         return {name: len(path.read_text(encoding="utf-8").splitlines()) - 1 for name, path in tables.items()}
 
     def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
-        name = "best" if is_best else "latest"
-        messages.info_once(f"DVC tracks the checkpoint {messages.path(path)} as {name!r}.", key=f"DVCLive {path}")
-        self.experiment.log_artifact(path, type="model", name=name, meta=dict(about), copy=True)
+        described = {"path": path, "type": "model", "meta": dict(about), "copy": True}
+        for name in ("latest", "best") if is_best else ("latest",):
+            self._checkpoints[name] = described
+            self.experiment.log_artifact(name=name, cache=name == "latest", **described)

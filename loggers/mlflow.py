@@ -70,7 +70,7 @@ class MLFlowLogger(ServiceLogger):
         self._tags = {name: str(value) for name, value in (tags or {}).items()}
         own_place = None if given else os.path.abspath(os.path.join(folder, experiment_name))
         self._artifact_location = artifact_location or own_place
-        self._options = {} if synchronous is None else {"synchronous": synchronous}
+        self._options: dict[str, Any] = {} if synchronous is None else {"synchronous": synchronous}
         self._experiment_id: str | None = None
         self._params: dict[str, str] = {}
 
@@ -90,10 +90,6 @@ class MLFlowLogger(ServiceLogger):
     def tracking_uri(self) -> str:
         """Where the runs are."""
         return self._uri
-
-    @property
-    def root_dir(self) -> str | None:
-        return None if self._save_dir is None or self.name is None else os.path.join(self._save_dir, self.name)
 
     @property
     def experiment(self) -> MlflowClient:

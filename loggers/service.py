@@ -6,6 +6,7 @@ import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from .. import messages
@@ -61,7 +62,7 @@ class ServiceLogger(CheckpointUploads):
         self._known: dict[str, int] = {}
 
     @property
-    def name(self) -> str:
+    def name(self) -> str | None:
         """The project."""
         return self._project
 
@@ -78,7 +79,8 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def root_dir(self) -> str | None:
-        return None if self._save_dir is None else os.path.join(self._save_dir, self.name)
+        folder, name = self._save_dir, self.name
+        return None if folder is None or name is None else os.path.join(folder, name)
 
     @property
     def log_dir(self) -> str | None:
@@ -199,6 +201,10 @@ class ServiceLogger(CheckpointUploads):
                 key=f"{type(self).__name__} {name}",
             )
         return kept
+
+    def _sdk(self) -> Any:
+        """Import the package."""
+        return import_module(self.package)
 
     @abstractmethod
     def _open(self) -> Any:

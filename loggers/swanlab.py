@@ -47,23 +47,19 @@ class SwanLabLogger(ServiceLogger):
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
         """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are of ``swanlab.Image``."""
-        import swanlab
-
+        make = self._sdk().Image
         several = images if isinstance(images, list | tuple) else [images]
-        self.log_record({key: [swanlab.Image(image, **kwargs) for image in several]}, step)
+        self.log_record({key: [make(image, **kwargs) for image in several]}, step)
 
     def _open(self) -> Any:
-        import swanlab
-
         if self._id is None:
             self._id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
         os.makedirs(str(self._save_dir), exist_ok=True)
-        return swanlab.init(project=self._project, id=self._id, log_dir=self._save_dir, **self._init)
+        return self._sdk().init(project=self._project, id=self._id, log_dir=self._save_dir, **self._init)
 
     def _write(self, run: Any, values: dict[str, Any], step: int, **options: Any) -> None:
-        import swanlab
-
-        shown = {name: swanlab.Text(value) if isinstance(value, str) else value for name, value in values.items()}
+        text = self._sdk().Text
+        shown = {name: text(value) if isinstance(value, str) else value for name, value in values.items()}
         run.log(shown, step=step, **options)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:

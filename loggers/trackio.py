@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,18 @@ class TrackioLogger(ServiceLogger):
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
         """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are of ``trackio.Image``."""
-        import trackio
-
+        make = self._sdk().Image
         several = images if isinstance(images, list | tuple) else [images]
-        panels = [trackio.Image(image, **kwargs) for image in several]
+        panels = [make(image, **kwargs) for image in several]
         names = [key] if len(panels) == 1 else [f"{key}/{index}" for index in range(len(panels))]
         self.log_record(dict(zip(names, panels, strict=True)), step)
 
     def _open(self) -> Any:
-        import trackio
-
         if self._id is None:
             self._id = f"run-{secrets.token_hex(4)}"
         self._rows = self._first_row = self._rows_stored()
         config = {**(self._init.get("config") or {}), **self._params}
-        return trackio.init(self._project, self._id, **{**self._init, "config": config})
+        return self._sdk().init(self._project, self._id, **{**self._init, "config": config})
 
     def _write(self, run: Any, values: dict[str, Any], step: int, **options: Any) -> None:
         run.log(values, step=step, **options)
@@ -93,32 +91,27 @@ class TrackioLogger(ServiceLogger):
             time.sleep(0.02)
 
     def _finish(self, status: str) -> None:
-        import trackio
-
+        current = self._sdk().context_vars.current_run
         self._experiment.finish()
-        if trackio.context_vars.current_run.get() is self._experiment:
-            trackio.context_vars.current_run.set(None)
+        if current.get() is self._experiment:
+            current.set(None)
+
+    @property
+    def _storage(self) -> Any:
+        return import_module("trackio.sqlite_storage").SQLiteStorage
 
     def _rows_stored(self) -> int:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        return SQLiteStorage.get_log_count(self._project, str(self._id)) if self._is_local else 0
+        return self._storage.get_log_count(self._project, str(self._id)) if self._is_local else 0
 
     def _exists(self, run_id: str) -> bool:
-        import trackio
-
-        return not self._is_local or any(run.name == run_id for run in trackio.Api().runs(self._project))
+        return not self._is_local or any(run.name == run_id for run in self._sdk().Api().runs(self._project))
 
     def _recorded(self) -> dict[str, int]:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        rows = SQLiteStorage.get_logs(self._project, str(self._id)) if self._is_local else []
+        rows = self._storage.get_logs(self._project, str(self._id)) if self._is_local else []
         return Counter(name for row in rows for name in row)
 
     def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
-        import trackio
-
-        artifact = trackio.Artifact(f"model-{self.version}", type="model", metadata=dict(about))
+        artifact = self._sdk().Artifact(f"model-{self.version}", type="model", metadata=dict(about))
         add = artifact.add_dir if os.path.isdir(path) else artifact.add_file
         add(path)
         self.experiment.log_artifact(artifact, aliases=["latest", "best"] if is_best else ["latest"])

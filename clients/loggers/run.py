@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def install(name: str) -> Path:
 def test(name: str, python: Path) -> bool:
     """Run the tests of a service; whether all passed."""
     private = WORK / name / "home"
-    private.mkdir(exist_ok=True)
+    shutil.rmtree(private, ignore_errors=True)
+    private.mkdir()
     environment = {
         **os.environ,
         "HOME": str(private),

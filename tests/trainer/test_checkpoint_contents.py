@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -445,3 +446,39 @@ def test_the_counters_stand_where_lightning_looks_for_them(tmp_path: Path):
     assert inside["epoch_loop.state_dict"] == {"_batches_that_stepped": 8}
     after = single_file.read(tmp_path / "after.ckpt")["loops"]["fit_loop"]
     assert after["epoch_progress"]["current"] == {"ready": 2, "started": 2, "processed": 2, "completed": 2}
+
+
+class KeepsSettings(TinyModule):
+    """Adds an object of a class to its checkpoints, and notes what it gets back."""
+
+    found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings"] = Namespace(width=4)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint.get("settings")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize("where", ["paceline", "foreign"])
+def test_each_entry_point_opens_objects_only_where_it_is_told_to(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(KeepsSettings(), path)
+    if where == "foreign":
+        checkpoint = single_file.read(path, trusted=True)
+        del checkpoint["paceline"]["objects"]
+        torch.save(checkpoint, path)
+    for name in ("fit", "validate", "test", "predict"):
+        module, run = KeepsSettings(), getattr(Trainer(**QUIET, max_epochs=3), name)
+        if where == "foreign":
+            with pytest.raises(ValueError, match=r"creates 'argparse.Namespace'.*weights_only=False"):
+                run(module, tiny_loader(1), ckpt_path=path)
+        else:
+            run(module, tiny_loader(1), ckpt_path=path)
+            assert module.found is None, name
+        run(module, tiny_loader(1), ckpt_path=path, weights_only=False)
+        assert module.found == Namespace(width=4), name
