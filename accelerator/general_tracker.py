@@ -60,9 +60,9 @@ class GeneralTracker:
         missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
         if missing and not _blank:
             raise NotImplementedError(
-                f"{type(self).__name__} is a tracker without {messages.names(missing, last='and')}. Define "
-                "name = '...' and requires_logging_directory = True or False in the class, and a property tracker "
-                "that returns the object behind it (self will do)."
+                f"{type(self).__name__} is a tracker that does not define {messages.names(missing, last='and')}. "
+                "Define name = '...' and requires_logging_directory = True or False in the class, and a tracker "
+                "property that returns the wrapped object (or self)."
             )
 
     def start(self) -> None:

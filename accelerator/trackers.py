@@ -62,7 +62,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not _is_tracker_class(tracker_class):
         raise ValueError(
             f"register_tracker_class got {tracker_class!r}, which is not a subclass of GeneralTracker. Pass the class "
-            "itself, not an object of it."
+            "itself, not an instance."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
@@ -135,8 +135,8 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         raise ModuleNotFoundError(messages.missing(f"log_with={one!r}", missing), name=missing)
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(
-            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but there is no directory for "
-            "them. Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
+            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but has no directory to write "
+            "to. Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
         )
     return one
 
@@ -296,8 +296,9 @@ class Trackers(list[GeneralTracker]):
             return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
-                f"{call} has no effect: this Accelerator has no tracker. Set Accelerator(log_with='tensorboard', "
-                "project_dir='...') or another one, and call accelerator.init_trackers('my_project')."
+                f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, such as with "
+                "Accelerator(log_with='tensorboard', project_dir='...'), and call "
+                "accelerator.init_trackers('my_project')."
             )
         return f"{call} before init_trackers has no effect. Call accelerator.init_trackers('my_project') first."
 
