@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Samples in a full batch across all ranks; taken from the checkpoint while a resumed fit has no loader yet."""
+    """Return the samples in a full batch of all ranks; before a resumed fit has a loader, those of its checkpoint."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples

@@ -256,7 +256,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with a flag that says whether it counts."""
+        """Return the batches, each with a flag that says whether the batch counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)

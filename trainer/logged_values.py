@@ -47,7 +47,7 @@ class LoggedValues(dict[str, Value]):
         raise MissingValueError(name, self._why(self, name))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts that
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts this class
 
 
 class CallbackValues(LoggedValues["Tensor"]):

@@ -37,7 +37,7 @@ class SchedulerConfig:
         frequency: number of intervals between advances.
         monitor: the logged name that a plateau scheduler monitors.
         strict: whether to raise, rather than warn, if ``monitor`` was not logged.
-        name: the name that ``LearningRateMonitor`` logs it under.
+        name: the name under which ``LearningRateMonitor`` logs the learning rate.
         reduce_on_plateau: whether to pass the monitored value to ``step``.
     """
 
