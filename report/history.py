@@ -235,7 +235,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the record for a path: the record itself, its page, or the newest record in or below a folder.
+    """Return the record that a path means. The path can be a record, its page, or a folder (its newest record).
 
     Raises:
         FileNotFoundError: if there is no record.
@@ -355,7 +355,7 @@ def _samples_in_batch(start: Start) -> int | None:
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """Yield (last step, seconds of training, updates, batches) for stretches between rows that are far enough apart."""
+    """Yield (last step, seconds of training, updates, batches) for each stretch between rows far enough apart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None

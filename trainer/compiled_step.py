@@ -143,7 +143,7 @@ class WholeStep:
             factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 
         Returns:
-            The detached output, whether there was a usable loss, and the window's items so far.
+            The detached output, whether there was a usable loss, and the number of items in the window so far.
         """
         output = self.forward(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output

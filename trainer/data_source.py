@@ -160,7 +160,7 @@ class DataSource:
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again if they are due by ``reload_dataloaders_every_n_epochs``."""
+        """Call the loader hooks again in the epochs that ``reload_dataloaders_every_n_epochs`` selects."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None

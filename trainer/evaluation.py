@@ -77,7 +77,7 @@ class EvalLoop:
         return results
 
     def switch(self, what: str) -> None:
-        """Call the module's ``on_<stage>_model_<what>``."""
+        """Call the module's hook ``on_<stage>_model_<what>``."""
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers combined into one, which steps all of them in each update. Hooks and overrides get it.
+    """Several optimizers combined into one. It is passed to hooks and overrides, and steps all of them in each update.
 
     Its parameter groups and state are those of all its optimizers. It has no options, hooks or ``state_dict`` of its
     own.

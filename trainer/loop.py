@@ -110,7 +110,7 @@ class FitLoop:
         return state.pending
 
     def train_nothing(self) -> None:
-        """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
+        """Report that there is nothing to train; restore the state, so that a new checkpoint equals the loaded one."""
         self.say_finished()
         if self.resumed is not None:
             self.resumed.restore()

@@ -105,7 +105,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Return True if these options equal the restored ones (with reductions by name and no process group)."""
+        """Return True if these options equal the restored ones, which name the reduction and have no process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 

@@ -198,7 +198,7 @@ class MetricStore:
             metric._update_count = updates
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that forgets what is logged from now on, except in torchmetrics states."""
+        """Return a function that discards the values logged from now on, except in torchmetrics states."""
         table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
@@ -332,7 +332,7 @@ class MetricStore:
         self._share()
 
     def _share(self) -> None:
-        """Reduce what was logged since the last call across all processes; every process must call this."""
+        """Reduce the values logged since the last call across all processes; every process must call this."""
         if self.strategy.world_size == 1:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}

@@ -31,7 +31,7 @@ class Logged(NamedTuple):
 
 
 class JoiningStep:
-    """Calls a step on micro-batches and collects what it logs."""
+    """Calls a step on micro-batches and collects the values that it logs."""
 
     def __init__(self, step: Callable[..., Any], name: str, module: nn.Module, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
@@ -40,7 +40,7 @@ class JoiningStep:
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; running it again replaces what it logged before."""
+        """Run the step on a micro-batch; running it again replaces the values logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)

@@ -110,11 +110,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch: ``validation_step(batch, batch_idx)``, plus ``dataloader_idx`` with several loaders."""
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step. Define it to validate.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no validation_step. Define validation_step(self, batch, batch_idx)."
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch in ``Trainer.test``, like ``validation_step``."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define it to test.")
+        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the predictions for a batch; by default, ``self(batch)``."""
@@ -145,14 +147,14 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         size.
 
         Args:
-            name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            name: the key. If both ``on_step`` and ``on_epoch`` are set, the keys are ``name_step`` and ``name_epoch``.
             value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
                 trainer). Tensors stay on their device, and nothing waits for the device unless ``sync_dist=True``.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (the default).
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers (the default).
             on_step: log the step's value. If None, True in training steps and False elsewhere.
             on_epoch: log the reduction over the epoch. If None, False in training steps and True elsewhere.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            reduce_fx: the reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce across all processes. If None, only epoch values are reduced, and they equal those of a
                 one-process run. If True, step values are reduced too, by ``reduce_fx``, all together at the end of the
@@ -319,7 +321,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear the gradients, right after the step that used them."""
+        """Clear the gradients. Called right after the optimizer step that used them."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:

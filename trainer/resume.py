@@ -137,7 +137,7 @@ class Resumed:
         return counters
 
     def find_batch(self) -> None:
-        """Convert the position in the epoch to batches of this run's loader, and report what was derived."""
+        """Convert the position in the epoch to batches of this run's loader, and report derived values."""
         run, state = self.run, self.run.state
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)
@@ -152,7 +152,7 @@ class Resumed:
         self._tell()
 
     def _tell(self) -> None:
-        """Report in one message what was derived instead of restored."""
+        """Report, in one message, the values that were derived instead of restored."""
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:

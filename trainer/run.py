@@ -59,7 +59,8 @@ class Run:
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         managed: the optimizers as ``self.optimizers()`` returns them.
-        joint: the optimizer that automatic optimization steps: the only one, or a :class:`.JointOptimizer` of all.
+        joint: the optimizer that automatic optimization steps: the only optimizer, or a :class:`.JointOptimizer` that
+            combines all of them.
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.

@@ -68,7 +68,7 @@ class Sharing:
         record.update = update
 
     def meet(self, counts: bool = True) -> None:
-        """Reduce what was logged since the last meeting; every process must call this after each of its batches.
+        """Reduce the values logged since the last meeting; every process must call this after each of its batches.
 
         This process's values count if ``counts`` is True and it is not ``muted``. Raises ValueError if the names
         differ.

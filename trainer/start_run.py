@@ -1,4 +1,4 @@
-"""Everything that happens between an entry point and its loop: module, data, hooks, device, optimizers, checkpoint."""
+"""Prepare a run before its loop begins: module, data, hooks, device, optimizers and checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns a fit's resume state, or None."""
+    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
     run.left = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)

@@ -28,7 +28,7 @@ class RunState:
     Attributes:
         fn: the entry point that is running, or None between runs.
         stage: what that entry point is doing now, or None.
-        status: how far the run has come.
+        status: whether the run has started, and how it ended.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
         global_step: optimizer steps run. Automatic optimization counts one step for all optimizers together, manual
             optimization one for each. A step that fp16 skipped does not count.
@@ -37,7 +37,8 @@ class RunState:
         settled: ``batches``, not counting batches whose gradients are still waiting in the window.
         window: micro-batches whose gradients wait for the next optimizer step.
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
-        next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` if a step fails.
+        next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
+            failed.
         pending: the work that a resume from here has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.

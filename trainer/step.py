@@ -282,7 +282,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` for an :class:`EmptyLastStep`, with no items in the epoch's last batch."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that the epoch's last batch counts no items."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)

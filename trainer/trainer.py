@@ -84,8 +84,8 @@ class Trainer:
             added by default.
         fast_dev_run: run this many batches in each stage, without logging or saving. True means 1; False or 0 turns
             this off.
-        max_epochs: the total number of epochs, including those before a resume; -1 means no limit. If None, 1000, or no
-            limit if ``max_steps`` or ``max_time`` is given.
+        max_epochs: the total number of epochs, including those before a resume; -1 means no limit. If None, the limit
+            is 1000, or there is none if ``max_steps`` or ``max_time`` is given.
         min_epochs: the number of epochs before ``should_stop`` (set by ``EarlyStopping``, for example) takes effect; 0
             if None.
         max_steps: the total number of optimizer steps, including those before a resume; -1 means no limit.
@@ -102,7 +102,7 @@ class Trainer:
         overfit_batches: train and validate on the same first batches, unshuffled: this many (int) or this fraction
             (float). 0 turns this off.
         val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
-            0.0 to 1.0), or after this much time (as for ``max_time``). If None, 1.0, which is the end of the epoch.
+            0.0 to 1.0), or after this much time (as for ``max_time``). If None, validate at the end of the epoch (1.0).
         check_val_every_n_epoch: validate only in every n-th epoch. If None, the batches of ``val_check_interval`` are
             counted across epochs.
         num_sanity_val_steps: the number of validation batches to run before training; -1 means all of them, and 0 means
@@ -125,8 +125,8 @@ class Trainer:
             table of actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler
             object; no profiling if None.
         detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. This is slow.
-        barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
-            bare loop.
+        barebones: switch off loggers, callbacks that are added by default, the sanity check and ``self.log``, to
+            measure the bare loop.
         plugins: objects that replace parts of the Trainer, at most one of each kind: a Precision, a CheckpointIO (how
             checkpoints are written and read), a ClusterEnvironment (how a launcher tells a process its rank), or a
             TorchSyncBatchNorm (the same as ``sync_batchnorm=True``).
