@@ -44,13 +44,13 @@ class MemoryEstimate:
         precision: precision, as in ``Trainer(precision=...)``.
         strategy: name of the strategy.
         num_processes: number of processes.
-        batch_size: number of samples in one process's batch; None without a batch.
+        batch_size: number of samples in one process's batch; None if no batch was given.
         weights: bytes of parameters and buffers; with sharding, only of this process's shards.
         gradients: bytes of gradients during the optimizer step.
         optimizer: bytes of the optimizer's state.
-        activations: bytes of the batch and of the tensors that forward saves for backward; None without a batch, or if
-            the step runs backward itself.
-        training: peak memory during training; a lower bound without a batch.
+        activations: bytes of the batch and of the tensors that forward saves for backward; None if no batch was given,
+            or if the step runs backward itself.
+        training: peak memory during training; only a lower bound if no batch was given.
         training_phase: phase in which the peak occurs: ``"forward"``, ``"backward"``, ``"optimizer step"`` or
             ``"setup"``.
         training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``

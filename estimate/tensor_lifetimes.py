@@ -1,4 +1,4 @@
-"""Record the lifetimes of the tensors in a program, whose tensors are simulated and have no memory."""
+"""Record the lifetimes of tensors in a program that runs on simulated tensors, which have no memory."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class _Search:
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
         """Call the function once; return its result and the attempt's outcome on this rank.
 
-        Raises every error that is not about memory.
+        Any error that is not about memory is raised.
         """
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         gpu = torch.cuda.is_available()

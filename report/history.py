@@ -52,7 +52,7 @@ class Start:
 
     @property
     def training_seconds(self) -> float:
-        """The time in seconds, without setup, evaluation and checkpoints."""
+        """The training time in seconds, without setup, evaluation and checkpoints."""
         return sum(self.clock.get(part, 0.0) for part in TRAINING)
 
 
@@ -206,7 +206,7 @@ class History:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Saved]:
-        """Return the recorded checkpoints and those that exist, with facts from their manifests."""
+        """Return the checkpoints in the record and those on disk, with facts from their manifests."""
         found: dict[str, Saved] = {}
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
@@ -235,7 +235,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the record that a path means. The path can be a record, its page, or a folder (its newest record).
+    """Return the path of a record, given that path, its page's path, or a folder (the newest record in or below it).
 
     Raises:
         FileNotFoundError: if there is no record.

@@ -71,10 +71,10 @@ def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file to use: the one in PACELINE_CONFIG_FILE, this folder's, this user's, or else Accelerate's.
+    """Return the file to use: the one that PACELINE_CONFIG_FILE names, or this folder's, the user's or Accelerate's.
 
     Raises:
-        FileNotFoundError: the file in PACELINE_CONFIG_FILE does not exist.
+        FileNotFoundError: the file that PACELINE_CONFIG_FILE names does not exist.
     """
     named = environment.get(CONFIG_VARIABLE)
     if named:

@@ -277,7 +277,7 @@ class DataSource:
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Take over the loaders and the numbers of batches of a run in other processes."""
+        """Take over the loaders and the numbers of batches from a run in other processes."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:

@@ -21,7 +21,7 @@ _ENDS = {"train": "the training epoch", "validate": "the validation", "test": "t
 
 
 class MissingValueError(KeyError):
-    """Raised if ``name`` has no value; ``text`` says why, and when it will have one."""
+    """Raised if ``name`` has no value; ``text`` says why, and when the value will exist."""
 
     def __init__(self, name: Any, text: str = "") -> None:
         super().__init__(name)

@@ -203,7 +203,7 @@ class FitLoop:
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """Return the epoch's batches on the device, in an order that depends only on (seed, epoch)."""
+        """Return the epoch's batches on the device, in an order that depends only on the seed and the epoch."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)

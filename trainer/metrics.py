@@ -124,7 +124,7 @@ class MetricStore:
         return record
 
     def sharings(self) -> tuple[Sharing, Sharing]:
-        """Return where processes share the loader's step values: after the step, and after the end-of-batch hooks."""
+        """Return the points where processes share step values: after the step, and after the end-of-batch hooks."""
         stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
         for after_hooks in (False, True):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """Return each rank's part, in rank order; every rank must call this."""
+    """Return each rank's part of the checkpoint, in rank order; every rank must call this."""
     run.strategy.barrier("save_checkpoint")  # errors about a rank that is waiting somewhere else show this name
     return run.strategy.gather_objects(_of_this_rank(run))
 

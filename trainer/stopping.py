@@ -57,7 +57,7 @@ class Stops:
             self.signum = state.signum = found.signum
             return "signal"
         if not state.should_stop:
-            messages.info(f"Training stops because {messages.ranks(found.ranks)} asked for it.")
+            messages.info(f"Training stops because {messages.ranks(found.ranks)} requested it.")
         state.should_stop = True
         return "asked"
 

@@ -289,13 +289,13 @@ class Trainer:
                 ``train_dataloader()`` of the DataModule is called, or that of the module if there is no DataModule.
             val_dataloaders: a validation loader or a list of loaders. If None, ``val_dataloader()`` is called in the
                 same way.
-            datamodule: a DataModule, instead of loaders.
+            datamodule: a DataModule to use instead of loaders.
             ckpt_path: resume from this checkpoint, a path or a URL. ``"last"`` resumes from the newest valid checkpoint
                 in the folders of this run and of earlier starts of the same command; if there is none, it warns and
                 starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting for the
                 first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh (or means
                 ``"auto"`` in a job that SLURM requeued).
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
             restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
                 bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
                 ``"optimizer"`` restores the optimizers' state (such as momentum) and the loss scale. ``"schedulers"``
@@ -328,8 +328,8 @@ class Trainer:
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
-            datamodule: a DataModule, instead of loaders.
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
+            datamodule: a DataModule to use instead of loaders.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
         """
         loaders = {"validate": dataloaders}
         request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
@@ -403,11 +403,11 @@ class Trainer:
         Args:
             model: the module; if None, the last run's module, with the weights of its best checkpoint.
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
-            datamodule: a DataModule, instead of loaders.
+            datamodule: a DataModule to use instead of loaders.
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns its own.
 

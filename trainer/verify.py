@@ -173,8 +173,8 @@ def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
                 break
         if len(found) == before:
             raise ValueError(
-                f"verify needs {count} batches, but the loader yielded none after {before}. Pass a loader that can be "
-                "read several times."
+                f"verify needs {count} batches, but the loader yielded only {before}. Pass a loader that can be read "
+                "several times."
             )
         epoch += 1
     release_shuffling(loader)
