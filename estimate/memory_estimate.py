@@ -44,18 +44,18 @@ class MemoryEstimate:
         precision: precision, as in ``Trainer(precision=...)``.
         strategy: name of the strategy.
         num_processes: number of processes.
-        batch_size: number of samples in one process's batch; None without a batch.
-        weights: bytes of parameters and buffers; with sharding, of this process's shards.
+        batch_size: number of samples in one process's batch; None if no batch was given.
+        weights: bytes of parameters and buffers; with sharding, only of this process's shards.
         gradients: bytes of gradients during the optimizer step.
         optimizer: bytes of the optimizer's state.
-        activations: bytes of the batch and of the tensors that forward saves for backward; None without a batch, or if
-            the step runs backward itself.
-        training: peak memory during training; a lower bound without a batch.
+        activations: bytes of the batch and of the tensors that forward saves for backward; None if no batch was given,
+            or if the step runs backward itself.
+        training: peak memory during training; only a lower bound if no batch was given.
         training_phase: phase in which the peak occurs: ``"forward"``, ``"backward"``, ``"optimizer step"`` or
             ``"setup"``.
         training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``
-            (DDP's buckets, or weights that FSDP gathers from other processes) and ``temporary``.
-        inference: peak memory of a forward pass without gradients; None in the same cases as ``activations``.
+            (DDP's buckets, or the weights that FSDP has gathered from other processes) and ``temporary``.
+        inference: peak memory of a forward pass without gradients; None whenever ``activations`` is None.
         host: host memory used by ``cpu_offload``.
         guessed: whether the step reads values from tensors, so that the memory may depend on these values.
     """
@@ -177,7 +177,7 @@ def estimate_strategies(
 
 
 class _Plan(NamedTuple):
-    """The strategy to simulate, and how to adjust the result."""
+    """The strategy to simulate, and how to adjust the simulated result."""
 
     name: str
     strategy: Strategy
@@ -219,14 +219,14 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         found.activation_checkpointing = checkpointing
     found.precision = chosen
     DistributedStrategy.place(found, [device] * processes)
-    found._cluster = None  # otherwise the launcher's, if this process has one
+    found._cluster = None  # otherwise the strategy would use this process's launcher
     found._mesh_shape()
     return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
 def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
-    if found.name == "16-mixed":  # it is unknown whether a scaled gradient overflows; the scale itself takes 4 bytes
+    if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
     vars(found)["convert_module"] = lambda module: module  # the copy already has the dtype
     return found

@@ -29,7 +29,7 @@ from .tensor_lifetimes import Ledger
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: Phases of the run itself. Memory in these phases counts toward the training peak.
+#: The phases of training. Memory used in these phases counts toward the training peak.
 PHASES = ("forward", "backward", "optimizer step")
 
 
@@ -80,7 +80,7 @@ class Copier:
 
 
 class Rehearsal:
-    """A copy of a module that trains on one batch without allocating memory.
+    """Trains a copy of a module on one batch without allocating memory.
 
     Args:
         batch: one process's batch; if None, no steps are run.
@@ -125,7 +125,7 @@ class Rehearsal:
             checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
-        if self.strategy.communicates_forward:  # otherwise the copy already has the right device and dtype
+        if self.strategy.communicates_forward:  # other strategies leave the module as the copy already is
             self.module = self.strategy.setup_module(self.module)
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         for parameter in self.module.parameters():
@@ -147,7 +147,7 @@ class Rehearsal:
             self.ledger.claim([parameter.grad], "gradients")
 
     def _attach(self) -> None:
-        """Give a TrainingModule a Trainer, and turn its logging off."""
+        """Attach a TrainingModule to a Trainer, and turn its logging off."""
         module = self.module
         if not isinstance(module, TrainingModule):
             return

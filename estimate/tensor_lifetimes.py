@@ -1,4 +1,4 @@
-"""Records the lifetimes of tensors in a program that runs on tensors without memory."""
+"""Record the lifetimes of tensors in a program that runs on simulated tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Moment(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Records when storages are created, resized and freed. Enter it inside FakeTensorMode.
 
-    Reading a value from a tensor (``.item()``, ``if tensor:``) returns False, 1 or 1.0, and sets ``guessed``.
+    Tensors have no values here, so reading a value (``.item()``, ``if tensor:``) returns a placeholder (False, 1 or
+    1.0, depending on the dtype) and sets ``guessed``.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """Return an empty result for a grouped matrix product, as torch's own shape function only supports bfloat16."""
+    """Return an empty result for a grouped matrix product; torch's own shape function supports only bfloat16."""
     if a.dim() == 2 and b.dim() == 2:
         groups = 1 if offs is None else offs.shape[0]
         shape = (groups, a.shape[0], b.shape[1])

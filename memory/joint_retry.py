@@ -57,7 +57,7 @@ class Together:
     def meet(self) -> bool:
         """Return True if there are other processes; each call checks again until there is a process group."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._kept = default_store()  # this process may be the one that serves it
+            self._kept = default_store()  # this process may be serving the store, so keep it alive
             self._store = self._kept.clone()
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             group: Any = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""An out-of-memory error that says where it happened, what uses the memory, what to change and how much that saves."""
+"""Build an out-of-memory error that says where memory ran out, what uses it, what to change and how much that saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """The arguments for each piece of advice, as a Trainer or an Accelerator spells them."""
+    """The arguments to name in each piece of advice, as they are written for a Trainer or an Accelerator."""
 
     accumulate: str
     precision: str
@@ -53,8 +53,8 @@ class Sizes(NamedTuple):
         weights: parameters and buffers; if sharded, this process's shards.
         gradients: current gradients.
         optimizer: the optimizers' state.
-        trained: total size of all gradients.
-        highest: peak memory use: the device's on CUDA, the whole process's elsewhere.
+        trained: size of the gradients of all trainable parameters.
+        highest: peak memory use, of the device on CUDA and of the entire process elsewhere.
     """
 
     weights: int
@@ -121,7 +121,7 @@ def needs_words(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """Return an error with sizes and advice, of torch's own type or, for drivers and libraries, a RuntimeError."""
+    """Return an error with sizes and advice: torch's own type, or RuntimeError for errors of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
@@ -186,7 +186,7 @@ def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
 
 
 def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
-    """Yield advice that moves weights, gradients and optimizer state to other processes or to host memory."""
+    """Yield advice on how to move weights, gradients and optimizer state to other processes or to host memory."""
     strategy, door = now.strategy, now.door
     lasting = sizes.lasting if now.training else sizes.weights
     what = "weights, gradients and optimizer state" if now.training else "weights"

@@ -161,7 +161,10 @@ class _Search:
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
-        """Call the function once; return its result and how it ended on this rank. Raises any other error."""
+        """Call the function once; return its result and the attempt's outcome on this rank.
+
+        Any error that is not about memory is raised.
+        """
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         gpu = torch.cuda.is_available()
         if gpu:
@@ -205,7 +208,7 @@ class _Search:
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """Return a description of how an update still uses the same number of samples."""
+        """Return a text that explains how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 
@@ -229,7 +232,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Free GPU memory that torch keeps cached but does not use.
 
     Args:
-        garbage_collection: whether to first collect objects that only refer to each other.
+        garbage_collection: whether to run Python's garbage collector first, which deletes objects in reference cycles.
     """
     if garbage_collection:
         gc.collect()

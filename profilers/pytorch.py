@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 #: Actions whose end advances the profiler's schedule.
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
-#: Steps of the default schedule: skipped, warmup, recorded.
+#: The default schedule: the number of steps to skip, to use as warmup and to record.
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-#: Arguments for the table that PyTorchProfiler takes itself.
+#: Arguments of the table that PyTorchProfiler has arguments of its own for.
 _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
@@ -122,8 +122,8 @@ class PyTorchProfiler(Profiler):
             ``profile_memory``, ``with_stack``, ``with_flops``, ...
 
     Attributes:
-        function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the
-            first.
+        function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the first
+            trace.
         traces: the run's trace files.
 
     Raises:
@@ -205,14 +205,14 @@ class PyTorchProfiler(Profiler):
         self._may_be_short = self._schedule is not None and "schedule" not in self.profiler_kwargs
 
     def _begin(self, whole: bool) -> None:
-        """Start recording; record everything if ``whole`` is True and no schedule was given."""
+        """Start recording; record all steps if ``whole`` is True and no schedule was given."""
         if self.emit_nvtx:
             self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
             self._nvtx.__enter__()
             return
         from torch.profiler import profile, schedule
 
-        # Training and validation are separate cycles on purpose.
+        # This warning is expected, because training and validation are recorded in separate cycles.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         options = dict(self.profiler_kwargs)
         wanted = options.pop("schedule", None if whole else schedule(**_DEFAULT, repeat=1))
@@ -254,7 +254,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Drop the default schedule if the run is shorter than it; the number of batches is known only now."""
+        """Drop the default schedule if the run is too short for it. The number of batches is known only now."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)

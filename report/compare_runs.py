@@ -1,4 +1,4 @@
-"""Page that compares two runs: what differs between them, and the ratio of their speeds. Does not need torch."""
+"""Create a page that compares two runs: their differences, and the ratio of their speeds. Does not need torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a run's record: its rows without repetitions, its starts, and derived values. Does not need torch."""
+"""Read a run's record: its rows without repeated ones, its starts, and derived values. Does not need torch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """One start of a run, which is the part that one process ran.
+    """One start of a run: the part that a single process ran.
 
     Attributes:
         facts: facts that were known when the start began.
         rows: the rows that no later start repeated.
         repeated: number of rows that a later start repeated.
-        clock: seconds by part, as far as they are known.
-        end: how the start ended; empty if this was not written.
+        clock: the known seconds by part.
+        end: how the start ended; empty if the end was not recorded.
         data: facts about the training batches; empty before training.
-        last: time of the last line, in seconds since 1970.
+        last: the time at which the last line was written, in seconds since 1970.
     """
 
     facts: dict[str, Any]
@@ -52,7 +52,7 @@ class Start:
 
     @property
     def training_seconds(self) -> float:
-        """The time in seconds, without setup, evaluation and checkpoints."""
+        """The training time in seconds, without setup, evaluation and checkpoints."""
         return sum(self.clock.get(part, 0.0) for part in TRAINING)
 
 
@@ -75,7 +75,7 @@ class History:
 
     Attributes:
         path: path of the record.
-        run: the run's mark.
+        run: the run's unique identifier.
         starts: the starts of the run, in order; a run that was never resumed has only one.
         hyperparameters: hyperparameters from ``save_hyperparameters``.
         splits: additional time splits, by source.
@@ -118,7 +118,7 @@ class History:
 
     @property
     def is_well(self) -> bool:
-        """Whether the run has finished successfully or is still running."""
+        """Whether the run has finished successfully or may still be running."""
         return self.status in ("finished", "running")
 
     @property
@@ -206,7 +206,7 @@ class History:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Saved]:
-        """Return the recorded checkpoints and those that exist, with facts from their manifests."""
+        """Return the checkpoints in the record and those on disk, with facts from their manifests."""
         found: dict[str, Saved] = {}
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
@@ -235,7 +235,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the record for a path: the record itself, its page, or the newest record in or below a folder.
+    """Return the path of a record, given that path, its page's path, or a folder (the newest record in or below it).
 
     Raises:
         FileNotFoundError: if there is no record.
@@ -256,7 +256,7 @@ def find(path: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Read a record, without repeated rows.
+    """Read a record, dropping repeated rows.
 
     Raises:
         OSError: if the file cannot be read.
@@ -288,7 +288,7 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _take(history: History, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]) -> None:
-    """Add a line to the history. ``places`` contains the rows so far, with their offsets in the file."""
+    """Add a record line to the history. ``places`` contains the rows so far, with their offsets in the file."""
     what = line.pop("what")
     if what == "record":
         if line["format"] > FORMAT:
@@ -355,7 +355,7 @@ def _samples_in_batch(start: Start) -> int | None:
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """Yield (last step, seconds of training, updates, batches) for stretches between rows that are far enough apart."""
+    """Yield (last step, seconds of training, updates, batches) for each stretch between rows far enough apart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None

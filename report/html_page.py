@@ -62,7 +62,7 @@ def escaped(value: object) -> str:
 
 
 def page(title: str, sections: Iterable[Section], lead: str = "") -> str:
-    """Return a complete, self-contained page. ``lead`` is a line below the title."""
+    """Return a complete, self-contained page. ``lead`` is a line of text below the title."""
     colors = {"light": _variables(_LIGHT), "dark": _variables(_DARK)}
     parts = [f"<h1>{escaped(title)}</h1>", paragraph(lead) if lead else ""]
     for section in sections:

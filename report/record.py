@@ -1,7 +1,8 @@
 """The record of a run: JSON lines that are written during the run and from which its report is created.
 
 Written lines are never changed, because the process may be killed at any time. The first line of a resumed run says
-which lines it repeats: those after the file's length when the checkpoint was written (``"after"``).
+which earlier lines the run repeats: those beyond the length (``"after"``) that the file had when the checkpoint was
+written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PARTS = ("setup", "data", "step", "evaluation", "checkpoint", "rest")
 
 
 class Clock:
-    """Splits a run's time into parts. Each moment belongs to exactly one part, so the parts add up to the total.
+    """Splits a run's time into parts. No two parts overlap, so they add up to the total.
 
     Attributes:
         seconds: seconds by part.
@@ -60,14 +61,14 @@ class Clock:
             self.was("rest")
 
     def save(self) -> None:
-        """Begin a checkpoint."""
+        """Start counting time as a checkpoint."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part
             self.to("checkpoint")
 
     def saved(self) -> float:
-        """End a checkpoint, or the wait for one that is written in the background. Return how many seconds it took."""
+        """Stop counting time as a checkpoint, or as a wait for a background write. Return how many seconds it took."""
         before = self.seconds["checkpoint"]
         if self.part == "checkpoint":
             self.to(self._before_save)
@@ -150,7 +151,7 @@ class RunRecord(DummyLogger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run, self._after = state["run"], state["length"]
-        if self.path is not None:  # this process has gone back to one of its checkpoints
+        if self.path is not None:  # this process has returned to one of its own checkpoints
             self._go_on()
 
     def settle(self) -> None:
@@ -188,13 +189,13 @@ class RunRecord(DummyLogger):
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def row(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write a line with values, the time, the counters and the time split so far."""
+        """Write a line with the given values, the current time, the counters and the time split so far."""
         now = self._now()
         at = now["updates"] if step is None else step
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())
 
     def write(self, what: str, **facts: Any) -> None:
-        """Write a line of the kind ``what`` with the given facts."""
+        """Write a line with the given facts; ``what`` is the kind of line."""
         if self.folder is None:
             return
         line = {"what": what, "time": round(time.time(), 3), **facts}

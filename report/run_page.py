@@ -1,4 +1,4 @@
-"""The report page of a run. Does not need torch."""
+"""Create the report page of a run. Does not need torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _ending(history: History) -> Html:
 
 
 def overview(history: History) -> dict[str, Any]:
-    """Return a summary of the run as a dict of texts."""
+    """Return a summary of the run: texts by name."""
     facts = history.facts
     strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
     found: dict[str, Any] = {

@@ -16,7 +16,7 @@ _CHARACTER = 7.5
 
 
 def side_by_side(parts: Iterable[Html]) -> Html:
-    """Lay out charts in a row if the window is wide enough."""
+    """Place charts side by side if the window is wide enough."""
     return Html(f'<div class="charts">{"".join(parts)}</div>')
 
 

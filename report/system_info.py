@@ -1,4 +1,4 @@
-"""Facts about a run's environment: versions, machine and code. Only :func:`machine` imports torch."""
+"""Collect facts about a run's environment: versions, machine and code. Only :func:`machine` imports torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def machine(with_gpus: bool = True) -> dict[str, Any]:
 
 
 def process() -> dict[str, Any]:
-    """Return the host, process, folder and command, without anything in the command that looks like a secret."""
+    """Return the host, process, folder and command; anything in the command that looks like a secret is removed."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),

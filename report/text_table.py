@@ -53,7 +53,7 @@ def fitted(
 def _widths(
     columns: Sequence[Sequence[str]], width: int | None, folded: Collection[str], between: str
 ) -> tuple[list[int], int]:
-    """Return the widths of the columns after wrapping, and how many characters too wide the table still is."""
+    """Return the widths of the columns after wrapping, and by how many characters the table is still too wide."""
     widths = [max(map(len, cells)) for cells in columns]
     if width is None:
         return widths, 0

@@ -19,9 +19,9 @@ class Setting:
     Attributes:
         name: its name in code, as a flag and in a file.
         parse: returns the parsed value, or raises a ValueError whose text completes a sentence about the value.
-        default: its value if it is not set; None if it then has no value, or if the value is determined where it is
+        default: its value if it is not set; None if there is no default, or if the default is determined where it is
             used.
-        help: a description in one line.
+        help: a one-line description.
         group: its topic.
         accepts: text that describes the accepted values.
         bare: whether its flag takes no value.
@@ -43,13 +43,13 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Paceline's own environment variable for it."""
+        """Paceline's own environment variable for this setting."""
         return PREFIX + self.name.upper()
 
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        ``where`` says in the error where the value was given.
+        ``where`` says where the value was given; errors begin with it.
 
         Raises:
             ValueError: the value is not valid for this setting.

@@ -25,7 +25,7 @@ _CLOSE = 0.75
 
 
 class Given(NamedTuple):
-    """A value from code that is used unchanged, and where it was given, such as ``Trainer(precision='bf16')``."""
+    """A value from code that is used unchanged, and a text for where it was given (``Trainer(precision='bf16')``)."""
 
     value: Any
     where: str
@@ -117,13 +117,13 @@ def resolve(
     door: str = "Accelerator",
     late_variables: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """Resolve the value of every setting. None means "not set"; an explicit no or False is a value.
+    """Resolve the value of every setting. None means "not set", but an explicit no or False counts as a value.
 
     Args:
         code: values from the program, by setting name; a :class:`Given` also says where it was given.
         flags: values from a launcher's command line.
         config_file: the file to read; None searches the environment, the current folder and the user's folder.
-        environment: environment variables; None for this process's variables.
+        environment: environment variables; if None, those of this process.
         door: the class that ``code`` was passed to, for messages.
         late_variables: values from other variables, with lower priority than the settings' own variables.
 

@@ -70,7 +70,7 @@ def check_count(
 ) -> Any:
     """Check that the value is an integer of at least ``least`` and return it.
 
-    None is accepted only with ``none``, and -1 (no limit) only with ``unlimited``.
+    None is accepted only if ``none`` is set, and -1 (no limit) only if ``unlimited`` is set.
     """
     if value is None and none:
         return None
@@ -107,7 +107,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Return ``val_check_interval`` as (batches or fraction, seconds or None)."""
+    """Check ``val_check_interval`` and return it as (batches or fraction, seconds or None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -225,7 +225,7 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
 def check_switch(name: str, value: T, none: bool = False) -> T:
     """Check that the value is a bool and return it.
 
-    With ``none``, None is allowed too, for arguments whose default depends on something else.
+    If ``none`` is set, None is allowed too, for arguments whose default depends on something else.
     """
     if isinstance(value, bool) or (value is None and none):
         return value
@@ -259,7 +259,7 @@ def check_overfitting(overfit_batches: Any, **others: Any) -> None:
 
 
 def check_range(unit: str, least: int | None, most: int | None) -> None:
-    """Raise if the minimum number of epochs or steps is above the maximum."""
+    """Raise if the minimum number of epochs or steps exceeds the maximum."""
     if least is not None and most not in (None, -1) and least > most:
         raise ValueError(
             f"Trainer: min_{unit}={least} and max_{unit}={most} contradict each other. Raise max_{unit} or lower "

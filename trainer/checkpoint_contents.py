@@ -35,7 +35,7 @@ class Left(NamedTuple):
 
 
 def left_for_checkpoints(run: Run) -> Left:
-    """Return what another process needs to write this run's checkpoints; every rank must call this."""
+    """Return the data that another process needs to write this run's checkpoints; every rank must call this."""
     return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Samples in a full batch across all ranks; taken from the checkpoint while a resumed fit has no loader yet."""
+    """Return the number of samples in a full batch of all ranks; in a resumed fit without a loader, the saved one."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples

@@ -1,4 +1,4 @@
-"""An optimizer for torch's compiler to trace: its own code and state, with a learning rate that is not a constant."""
+"""An optimizer that torch's compiler can trace: its own code and state, but with a learning rate that can change."""
 
 from __future__ import annotations
 

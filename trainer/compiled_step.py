@@ -39,7 +39,7 @@ MOST_SHAPES = 4
 class Switches:
     """Torch settings for tracing a whole step, set only during compilation because setting them in every step is slow.
 
-    ``wanted``: whether a whole step is running.
+    ``wanted``: whether a step that is compiled as a whole is running.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class WholeStep:
             factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 
         Returns:
-            The detached output, whether there was a usable loss, and the window's items so far.
+            The detached output, whether there was a usable loss, and the number of items in the window so far.
         """
         output = self.forward(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -207,7 +207,7 @@ class WholeStep:
     # ---- what the step calls ---------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a compiled function, then log the values that it logged.
+        """Call a compiled function, then log the values that it recorded.
 
         Raises RuntimeError if torch cannot compile it into one graph.
         """
@@ -311,7 +311,7 @@ class CompiledStep(TrainStep):
             whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
         )
         if whole.replays:
-            output = with_tensors(output, Tensor.clone)  # the next replay overwrites this one's memory
+            output = with_tensors(output, Tensor.clone)  # the next replay overwrites this output's memory
         if not learned:
             return self.left_out(output)
         losses.form_known, losses.by_items = True, items is not None
@@ -322,7 +322,7 @@ class CompiledStep(TrainStep):
         return output
 
     def items(self) -> Tensor | None:
-        """The window's items so far, if losses are weighted by items."""
+        """Return the number of items in the window so far; None if losses are not weighted by items."""
         items = self.losses.window.items
         if not self.state.window or not self.losses.by_items:
             return None
@@ -373,7 +373,7 @@ def _file(function: Any) -> str | None:
 
 
 def shapes_of(batch: Any) -> Any:
-    """The shapes of a batch's tensors; None for anything other than a tensor or a collection."""
+    """Return the shapes of a batch's tensors; None for anything other than a tensor or a collection."""
     if isinstance(batch, Tensor):
         return batch.shape
     if isinstance(batch, Mapping):

@@ -61,7 +61,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 def check_module(run: Run) -> None:
     """Raise a ValueError for a module or callback that acts in the middle of a step, which a graph cannot contain."""
-    check_trainer(run.trainer)  # a callback may have changed it since
+    check_trainer(run.trainer)  # a callback may have changed the trainer
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:
         _refuse(run, f"{owner} uses manual optimization (automatic_optimization=False)", "Use automatic optimization")

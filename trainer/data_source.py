@@ -153,14 +153,14 @@ class DataSource:
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks for each batch whether every rank has one; None if their number is known."""
+        """Return a function that checks for each batch whether every rank has one; None if that is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again if they are due by ``reload_dataloaders_every_n_epochs``."""
+        """Call the loader hooks again in the epochs that ``reload_dataloaders_every_n_epochs`` selects."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
@@ -168,7 +168,7 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """The number of batches between validations; inf means to validate after the epoch's last batch."""
+        """Return the number of batches between validations; inf means to validate after the epoch's last batch."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
@@ -208,7 +208,7 @@ class DataSource:
         return loader and step
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """The loaders of a stage, shuffled for this epoch, and the number of batches to take from each."""
+        """Return a stage's loaders, shuffled for this epoch, and the number of batches to take from each."""
         run = self.run
         if run.state.fn == "fit" and run.state.epoch >= self._validation_until:
             self.eval.pop(kind, None)
@@ -253,7 +253,7 @@ class DataSource:
         return state.epoch + trainer.reload_dataloaders_every_n_epochs
 
     def shown(self, stage: str) -> Any:
-        """A stage's loaders, in the structure in which they were given; None before they are created."""
+        """Return a stage's loaders, in the structure in which they were given; None before they are created."""
         if stage == "train":
             loader = self.train_loader
             return loader.iterables if isinstance(loader, CombinedLoader) else loader
@@ -277,7 +277,7 @@ class DataSource:
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Take over the loaders and the numbers of batches of a run in other processes."""
+        """Take over the loaders and the numbers of batches from a run in other processes."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
@@ -288,7 +288,7 @@ class DataSource:
             self._shown[kind] = None if given is None else in_structure(given, self.eval[kind][0])
 
     def name_of(self, leaf: Any) -> str | None:
-        """A name for a loader of this run, such as ``val_dataloader 1``, for messages; None for any other loader."""
+        """Return a name for a loader of this run, such as ``val_dataloader 1``; None for any other loader."""
         if any(one is leaf for one in leaves_of(self.train_loader)):
             return HOOK["train"]
         for kind, (loaders, _) in self.eval.items():
@@ -300,7 +300,7 @@ class DataSource:
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
     def length(self, loader: Any) -> int | float:
-        """The loader's length in batches, or inf."""
+        """Return the loader's length in batches, or inf if it has none."""
         return count_batches(loader, None, "dataloader")
 
     def length_known(self) -> bool:
@@ -308,7 +308,7 @@ class DataSource:
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """The number of training batches to fetch; inf if the loader ends there anyway."""
+        """Return the number of training batches to fetch; inf if the loader ends by then anyway."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

@@ -61,7 +61,7 @@ def _folder_of_logs(root: str) -> str:
 
 
 def is_logger(value: Any) -> bool:
-    """Whether a Trainer can log to an object."""
+    """Return True if a Trainer can log to the object."""
     return isinstance(value, Logger)
 
 
@@ -81,7 +81,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
 
 
 def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
-    """Return the user's callbacks and the defaults, in call order."""
+    """Return the user's callbacks and the default ones, in call order."""
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
     if not trainer.barebones:
@@ -129,7 +129,7 @@ def _from_packages() -> list[Callback]:
 
 @functools.cache
 def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
-    """The entry points of installed packages; searched once for each ``sys.path``, because the search is slow."""
+    """Return the entry points of installed packages, searched once per ``sys.path`` because the search is slow."""
     return [point for group in groups for point in entry_points(group=group)]
 
 

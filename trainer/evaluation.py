@@ -77,7 +77,7 @@ class EvalLoop:
         return results
 
     def switch(self, what: str) -> None:
-        """Call the module's ``on_<stage>_model_<what>``."""
+        """Call the module's hook ``on_<stage>_model_<what>``."""
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
@@ -256,7 +256,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with a flag that says whether it counts."""
+        """Return the batches, each with a flag that says whether the batch counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)

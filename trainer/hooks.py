@@ -20,7 +20,7 @@ Bound = Callable[..., Any]
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
-    """The owner's method, or ``base``'s if the owner's is None."""
+    """Return the owner's method, or ``base``'s method if the owner has set it to None."""
     return overridden(owner, name, base) or partial(getattr(base, name), owner)
 
 
@@ -109,14 +109,14 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
 
 
 def own_methods(owner: Any, base: type) -> list[str]:
-    """Names of the callables that ``owner`` has and ``base`` does not."""
+    """Return the names of the callables that ``owner`` has and ``base`` does not."""
     carried = [name for name, value in vars(owner).items() if callable(value)]
     defined = [name for name in dir(type(owner)) if callable(getattr(type(owner), name, None))]
     return [name for name in (*defined, *carried) if not name.startswith("_") and not hasattr(base, name)]
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """The hook that ``name`` is a misspelling or an old name of; None if it is a method of the user's own."""
+    """Return the hook that ``name`` is a misspelling or an old name of; None if it is the user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -154,7 +154,7 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
 
 
 def of_one_loader(name: str, write: str) -> str:
-    """The error for a hook or step that needs ``dataloader_idx`` in a run with one loader."""
+    """Return the error text for a hook or step that needs ``dataloader_idx`` in a run with one loader."""
     return (
         f"{name} needs dataloader_idx, which is passed only if there are several loaders, but there is only one. "
         f"Write it as {write}, or give dataloader_idx a default."
@@ -162,7 +162,7 @@ def of_one_loader(name: str, write: str) -> str:
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
-    """The arguments that the loop passes to a hook of ``owner``."""
+    """Return the arguments that the loop passes to a hook of ``owner``."""
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

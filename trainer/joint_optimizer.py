@@ -1,4 +1,4 @@
-"""Several optimizers that automatic optimization steps together, and which ones it can step that way."""
+"""Step several optimizers together in automatic optimization, and check that this is possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers as one: hooks and overridden methods get it, and it steps all of them in each update.
+    """Several optimizers combined into one. It is passed to hooks and overrides, and steps all of them in each update.
 
     Its parameter groups and state are those of all its optimizers. It has no options, hooks or ``state_dict`` of its
     own.
@@ -31,7 +31,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] - it cannot be set
-        """The parameter groups of all optimizers, in a new list: add a group to one of the optimizers."""
+        """The parameter groups of all optimizers, in a new list. To add a group, add it to one of the optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
@@ -40,7 +40,7 @@ class JointOptimizer(Optimizer):
         return MappingProxyType({p: state for optimizer in self.optimizers for p, state in optimizer.state.items()})
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
-        """Run the closure once, then step every optimizer; returns what the closure returned."""
+        """Run the closure once, then step every optimizer. Returns the closure's result."""
         loss = None if closure is None else closure()
         for optimizer in self.optimizers:
             optimizer.step(**arguments)
@@ -53,8 +53,8 @@ class JointOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"JointOptimizer has no {name!r}: it stands for several optimizers that are stepped together. Use each one "
-            "in its .optimizers."
+            f"JointOptimizer has no {name!r}: it stands for several optimizers that are stepped together. Use the "
+            "optimizers in its .optimizers attribute."
         )
 
     def __repr__(self) -> str:
@@ -65,9 +65,9 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
     """Raise a ValueError if automatic optimization cannot step these optimizers in one update.
 
     Args:
-        module: whose parameters they train.
-        optimizers: one or more.
-        said: where they come from, with a verb.
+        module: the module whose parameters the optimizers train.
+        optimizers: one or more optimizers.
+        said: the beginning of the error message, up to the list of optimizers ("... returned").
     """
     by_hand = "set self.automatic_optimization = False in __init__ and step them in training_step"
     if len(optimizers) < 2:
@@ -92,7 +92,7 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` cannot be called without a closure, as that of LBFGS."""
+    """Return True if ``optimizer.step`` requires a closure, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 

@@ -21,7 +21,7 @@ _ENDS = {"train": "the training epoch", "validate": "the validation", "test": "t
 
 
 class MissingValueError(KeyError):
-    """Raised if ``name`` has no value; ``text`` says why, and when it will have one."""
+    """Raised if ``name`` has no value; ``text`` says why, and when the value will exist."""
 
     def __init__(self, name: Any, text: str = "") -> None:
         super().__init__(name)
@@ -47,7 +47,7 @@ class LoggedValues(dict[str, Value]):
         raise MissingValueError(name, self._why(self, name))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts that
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts this class
 
 
 class CallbackValues(LoggedValues["Tensor"]):

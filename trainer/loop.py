@@ -93,14 +93,14 @@ class FitLoop:
             hook()
 
     def bind(self) -> None:
-        """Bind the training step, and compile it if it forms one graph with its update."""
+        """Bind the training step; if the step and its update run as one graph, also prepare their compilation."""
         self.forward = bind_step(self.run, "training_step")
         self.whole = compiled_whole(self.run, self.forward)
 
     def owed(self) -> Pending:
         """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
-        If there is more to train now, a pending end of the training, or of an epoch that was cut short, is dropped.
+        If there is more to train now, the pending end of training, or of an epoch that was cut short, is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -110,7 +110,7 @@ class FitLoop:
         return state.pending
 
     def train_nothing(self) -> None:
-        """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
+        """Report that there is nothing to train; restore the state, so that a new checkpoint equals the loaded one."""
         self.say_finished()
         if self.resumed is not None:
             self.resumed.restore()
@@ -171,7 +171,7 @@ class FitLoop:
                 else:
                     state.pending = NOTHING
                 if state.window:
-                    continue  # a window is always completed
+                    continue  # training never stops inside a window
                 if reason or state.global_step >= max_steps:
                     complete = self.leave_epoch(reason)
                     break
@@ -203,7 +203,7 @@ class FitLoop:
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """Return the epoch's batches on the device, in an order that depends only on (seed, epoch)."""
+        """Return the epoch's batches on the device, in an order that depends only on the seed and the epoch."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
@@ -358,7 +358,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Return True if the epoch's last batch is done. If it is not, a signal ends the run immediately."""
+        """Return True if the epoch's last batch is done. If it is not and ``reason`` is a signal, end the run."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch

@@ -135,7 +135,7 @@ class LossWatch:
         return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
 
     def look(self, values: dict[str, float], step: int, epoch: int) -> None:
-        """Check values before they go to the loggers, and remove the returned loss."""
+        """Check values before they go to the loggers, and remove the loss that ``training_step`` returned."""
         losses = {} if self.warned else self.among(values)
         values.pop(self.returned, None)
         name = next((name for name, value in losses.items() if not math.isfinite(value)), None)

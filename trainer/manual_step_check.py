@@ -17,7 +17,7 @@ _SECOND_BACKWARD = "backward through the graph a second time"
 
 
 def stepped(module: Any) -> RuntimeError:
-    """Return the error for an optimizer that was stepped by hand."""
+    """Return the error for an optimizer that the user's code stepped."""
     owner = type(module).__name__
     return RuntimeError(
         f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "

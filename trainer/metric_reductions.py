@@ -105,7 +105,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Return True if these options equal the restored ones (with reductions by name and no process group)."""
+        """Return True if these options equal the restored ones, which name the reduction and have no process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -137,7 +137,7 @@ class Record:
 
 
 class Table(dict[str, Record]):
-    """The records of one stage, moment and loader, by name.
+    """The records of one stage, one point in the run (such as a step or an epoch end) and one loader, by name.
 
     ``groups`` maps names, or the ids of a collection and its metrics, to the records of a ``self.log_dict`` call.
     """
@@ -148,7 +148,7 @@ class Table(dict[str, Record]):
         self.groups: dict[Any, Group] = {}
 
     def group(self, key: Any, group: Group) -> None:
-        """Keep a group; drop the earlier ones if there are too many, for example because the names keep changing."""
+        """Store a group; drop all earlier groups if there are too many, for example because the names keep changing."""
         if len(self.groups) >= MOST_GROUPS:
             self.groups.clear()
         self.groups[key] = group
@@ -177,7 +177,7 @@ class Group:
 
 
 class SumRecord(Record):
-    """Sum over the epoch, in float64 if the device has it, so that a million float32 terms lose no precision."""
+    """Sum over the epoch, in float64 if the device supports it, so that a million float32 terms lose no precision."""
 
     reduction = "sum"
     weighted = False
@@ -295,7 +295,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Take another process's extreme if it is the more extreme one."""
+        """Combine this process's extreme with another process's."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 

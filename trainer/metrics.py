@@ -34,7 +34,7 @@ Result = tuple[int | None, Record, Tensor | float]
 
 
 class MetricStore:
-    """All values logged in a run, by stage, moment and loader.
+    """All values logged in a run, by stage, point in the run and loader.
 
     Attributes:
         records: the table that ``self.log`` currently uses.
@@ -43,7 +43,7 @@ class MetricStore:
         steps_in_evaluation: whether an evaluation step logs with ``on_step=True``, so that each of its batches is
             flushed.
         sent: the values last sent to the loggers.
-        listener: receives what a step logs while it runs on a micro-batch.
+        listener: receives the values that a step logs while it runs on a micro-batch.
         losses: checks losses that have reached the host; no check if None.
     """
 
@@ -124,7 +124,7 @@ class MetricStore:
         return record
 
     def sharings(self) -> tuple[Sharing, Sharing]:
-        """Where processes share the current loader's step values: after the step, and after the end-of-batch hooks."""
+        """Return the points where processes share step values: after the step, and after the end-of-batch hooks."""
         stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
         for after_hooks in (False, True):
@@ -198,7 +198,7 @@ class MetricStore:
             metric._update_count = updates
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that forgets what is logged from now on, except in torchmetrics states."""
+        """Return a function that discards the values logged from now on, except in torchmetrics states."""
         table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
@@ -216,7 +216,7 @@ class MetricStore:
         return forget
 
     def _hook(self) -> str:
-        """The hook that logs, or a description of it if the stack does not show its name."""
+        """Return the name of the hook that is logging, or a description if the stack does not show the name."""
         return calling_hook() or self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
@@ -301,7 +301,7 @@ class MetricStore:
         self.flush_step(step, self.state.epoch)
 
     def drain(self, wait: bool = True) -> None:
-        """Send the values that have reached the host to the loggers, in order; all of them if ``wait``."""
+        """Send the values that have reached the host to the loggers, in order. With ``wait``, wait for all values."""
         while self._copies and (wait or self._copies[0].ready()):
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
@@ -332,7 +332,7 @@ class MetricStore:
         self._share()
 
     def _share(self) -> None:
-        """Reduce what was logged since the last call across all processes; every process must call this."""
+        """Reduce the values logged since the last call across all processes; every process must call this."""
         if self.strategy.world_size == 1:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
@@ -398,7 +398,7 @@ class MetricStore:
             self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
-        """Forget what the stage has logged (a sanity check's values are not results)."""
+        """Discard everything that the stage has logged, because a sanity check's values are not results."""
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()
@@ -410,7 +410,7 @@ class MetricStore:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def running(self, stage: str) -> Iterator[tuple[str, int | None, str, Record]]:
-        """Yield the moment, loader, name and record of everything that a stage has logged in the current epoch."""
+        """Yield the point in the run, loader, name and record of each value that a stage has logged in this epoch."""
         for (at, moment, idx), table in self._tables.items():
             if at == stage:
                 yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)
@@ -421,7 +421,7 @@ class MetricStore:
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """Return the function that computes the weight of values logged in a moment."""
+        """Return the function that computes the weight of values logged at a point in the run."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,11 +429,11 @@ class MetricStore:
         return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
     def finished(self) -> dict[str, Any]:
-        """Return what can be read after a run, for :meth:`take_over` in another process."""
+        """Return the values that can be read after a run, for :meth:`take_over` in another process."""
         return self.state_dict() | {"sent": self.sent, "bar": self.progress_bar_metrics()}
 
     def take_over(self, found: dict[str, Any]) -> None:
-        """Take over what a run in another process logged; the values stay on the CPU."""
+        """Take over the values that a run in another process logged; they stay on the CPU."""
         self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
         self._bar.keep(found["bar"])
 
@@ -457,7 +457,7 @@ def to_host(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _stacked(values: Iterable[Tensor]) -> Tensor:
-    """Stack scalar tensors of one device, in float64 if the device supports it."""
+    """Stack scalar tensors on the same device, in float64 if the device supports it."""
     return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Logged(NamedTuple):
-    """What was logged under a name in one batch, without its value."""
+    """How a name was logged in one batch: everything except the value."""
 
     name: str
     options: Options
@@ -31,7 +31,7 @@ class Logged(NamedTuple):
 
 
 class JoiningStep:
-    """Calls a step on micro-batches and collects what it logs."""
+    """Calls a step on micro-batches and collects the values that it logs."""
 
     def __init__(self, step: Callable[..., Any], name: str, module: nn.Module, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
@@ -40,7 +40,7 @@ class JoiningStep:
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; running it again replaces what it logged before."""
+        """Run the step on a micro-batch; running it again replaces the values logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
@@ -49,7 +49,7 @@ class JoiningStep:
         return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
-        """Return what was logged for the batch and the values, combined over its micro-batches; then reset."""
+        """Return how each name was logged, and its value combined over the batch's micro-batches; then reset."""
         heard, self._heard = list(self._heard.values()), {}
         found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
         for batch, items, calls in heard:
@@ -109,7 +109,7 @@ class JoiningStep:
             what: Any = None
             if entry.metric is not None:
                 what = self.module.get_submodule(entry.metric)
-                what._forward_cache = torch.as_tensor(value)  # the batch's value, if it was logged on_step
+                what._forward_cache = torch.as_tensor(value)  # the batch's value, if step values are logged
             if record is None or record.options != entry.options:
                 example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
                 record = store.define(entry.name, example, entry.options)
@@ -117,7 +117,7 @@ class JoiningStep:
 
 
 class Heard:
-    """One call to ``self.log``, used in place of the record that it would update."""
+    """Receives one call to ``self.log``, in place of the record that the call would update."""
 
     def __init__(self, calls: list[Any], name: str, options: Options) -> None:
         self.calls, self.name, self.options = calls, name, options
@@ -125,7 +125,7 @@ class Heard:
         self.batch_size: int | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        """Keep what was logged."""
+        """Keep the value and its batch size."""
         self.value, self.batch_size = value, batch_size
         self.calls.append(self)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LogOptions(TypedDict, total=False):
-    """The arguments of ``self.log`` that ``self.log_dict`` takes for all of its entries."""
+    """The arguments of ``self.log`` that ``self.log_dict`` applies to all of its entries."""
 
     prog_bar: bool
     logger: bool | None
@@ -101,8 +101,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         Returns:
             The loss as a scalar tensor of shape (), a dict with the loss under ``"loss"``, or None to skip the batch.
-            To weight micro-batches of different sizes exactly, the dict also has ``"num_items"``, the number of items
-            that the loss is averaged over.
+            To weight micro-batches of different sizes exactly, also return ``"num_items"`` in the dict: the number of
+            items that the loss is averaged over.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx)."
@@ -110,14 +110,16 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch: ``validation_step(batch, batch_idx)``, plus ``dataloader_idx`` with several loaders."""
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step. Define it to validate.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no validation_step. Define validation_step(self, batch, batch_idx)."
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like ``validation_step``, for ``Trainer.test``."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define it to test.")
+        """Evaluate a batch in ``Trainer.test``, like ``validation_step``."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Predict from a batch; ``self(batch)`` by default."""
+        """Return the predictions for a batch; by default, ``self(batch)``."""
         return self(batch)
 
     # ---- logging ---------------------------------------------------------------------------------------------------
@@ -145,14 +147,14 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         size.
 
         Args:
-            name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            name: the key. If both ``on_step`` and ``on_epoch`` are set, the keys are ``name_step`` and ``name_epoch``.
             value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
                 trainer). Tensors stay on their device, and nothing waits for the device unless ``sync_dist=True``.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (the default).
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers (the default).
             on_step: log the step's value. If None, True in training steps and False elsewhere.
             on_epoch: log the reduction over the epoch. If None, False in training steps and True elsewhere.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            reduce_fx: the reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce across all processes. If None, only epoch values are reduced, and they equal those of a
                 one-process run. If True, step values are reduced too, by ``reduce_fx``, all together at the end of the
@@ -213,7 +215,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
         own = overridden(self, "log", TrainingModule) is not None
-        if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
+        if table is not None and not own and all(name in table for name, _ in items):  # not in micro-batches
             records = [table[name] for name, _ in items]
             if collection is None or not any(record.together for record in records):
                 table.group(key, Group(records, kwargs, collection))
@@ -227,7 +229,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""
         if self._trainer is None:
-            print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+            print(*args, **kwargs)  # noqa: T201 - printing is what the caller asked for
         else:
             self._trainer.print(*args, **kwargs)
 
@@ -247,10 +249,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Return the optimizers and learning rate schedulers.
 
         Returns:
-            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list
-            of such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
-            "step"), frequency, monitor, strict, name``; or None. Of several optimizers, each trains parameters of its
-            own, and automatic optimization steps all of them in each update.
+            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list of
+            such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
+            "step"), frequency, monitor, strict, name``; or None. If there are several optimizers, each trains its own
+            parameters, and automatic optimization steps all of them in each update.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
@@ -267,7 +269,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> ManagedOptimizer | Optimizer | list[ManagedOptimizer] | list[Optimizer]: ...
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or a list if there are several.
+        """Return the optimizer, or a list if there are several.
 
         Args:
             use_pl_optimizer: if True, return the trainer's wrapped optimizers, which handle precision and step
@@ -278,7 +280,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, a list if there are several, or None."""
+        """Return the scheduler, a list if there are several, or None if there are none."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return (found[0] if len(found) == 1 else found) if found else None
 
@@ -319,7 +321,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear the gradients, right after the step that used them."""
+        """Clear the gradients. Called right after the optimizer step that used them."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
@@ -367,7 +369,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self.trainer.strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
+        """Let only this optimizer's parameters require gradients (for manual optimization with several optimizers)."""
         raw = getattr(optimizer, "optimizer", optimizer)
         mine = set(parameters_of(raw))
         others = {p for one in self.trainer.optimizers for p in parameters_of(one)} - mine
@@ -425,7 +427,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self._tie(dict.fromkeys(self._family(), (trainer, store)))
 
     def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:
-        """This module and the TrainingModules in it, with the trainer and store of each."""
+        """Return this module and the TrainingModules in it, with the trainer and metric store of each."""
         return {m: (m._trainer, m._metric_store) for m in self.modules() if isinstance(m, TrainingModule)}
 
     @staticmethod
@@ -461,7 +463,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def device(self) -> torch.device:
         """The device of the parameters; if there are none, the trainer's device, or the CPU without a trainer."""
         for tensor in self.parameters():
-            if not tensor.is_meta or self._trainer is None:  # in a pipeline, other processes hold some
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline, others may hold it
                 return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 
@@ -479,12 +481,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors from all processes along a new first dimension, which is not added with a single process."""
+        """Stack tensors from all processes along a new first dimension, which is only added if there are several."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint's names must match the module's; setting None means True."""
+        """Whether the names in a checkpoint must match the module's; setting this property to None means True."""
         return self._strict_loading is not False
 
     @strict_loading.setter
@@ -538,7 +540,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             )
         arguments = move(sample if isinstance(sample, tuple) else (sample,), self.device)
         family, modes = self._family(), [(module, module.training) for module in self.modules()]
-        self.trainer = None  # the exporter walks the attributes
+        self.trainer = None  # the exporter visits all attributes
         try:
             self.eval()
             return torch.onnx.export(self, arguments, file_path, **kwargs)  # type: ignore[arg-type]

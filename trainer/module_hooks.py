@@ -30,11 +30,11 @@ class ModuleHooks:
     def prepare_data(self) -> None:
         """Download or unpack the data, once per node (on local rank 0).
 
-        Must not set attributes, because other ranks would not have them.
+        It must not set attributes, because other ranks would not have them.
         """
 
     def setup(self, stage: str) -> None:
-        """Called when the entry point ``stage`` (``"fit"``, ``"validate"``, ...) begins. May build layers."""
+        """Called when the entry point ``stage`` (``"fit"``, ``"validate"``, ...) begins. Layers can be built here."""
 
     def teardown(self, stage: str) -> None:
         """Called at the very end of a run, even after an exception."""
@@ -64,7 +64,7 @@ class ModuleHooks:
         """Called before each epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after each epoch. May log."""
+        """Called after each epoch. Values can be logged here."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called before each training batch; returning -1 skips the rest of the epoch."""
@@ -94,7 +94,7 @@ class ModuleHooks:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch. May log."""
+        """Called after the last validation batch. Values can be logged here."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each validation batch."""
@@ -112,7 +112,7 @@ class ModuleHooks:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last test batch. May log."""
+        """Called after the last test batch. Values can be logged here."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each test batch."""
@@ -176,7 +176,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch of a type that Paceline does not know, and return it."""
+        """Move a batch to the device and return it. Override this for batch types that Paceline does not know."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -94,7 +94,7 @@ def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
 
 
 def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
-    """Pickle the optimizers and schedulers; return a string that says why if they cannot be pickled."""
+    """Pickle the optimizers and schedulers; if they cannot be pickled, return a string that says why."""
     training = {"optimizers": run.optimizers, "schedulers": run.lr_scheduler_configs, "states": states}
     try:
         return _pickled(training, _anchors(run), _WriterOfTraining)
@@ -229,7 +229,7 @@ def _take_rest(run: Run, rest: dict[str, Any]) -> None:
 
 
 def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
-    """Objects that both processes have, which a report refers to by name."""
+    """Return the objects that both processes have, which a report refers to by name."""
     module = run.module
     found = {"trainer": run.trainer, "run": run, "state": run.state, "strategy": run.strategy}
     found |= {"profiler": run.trainer.profiler, "datamodule": run.datamodule}

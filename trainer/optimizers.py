@@ -37,7 +37,7 @@ class SchedulerConfig:
         frequency: number of intervals between advances.
         monitor: the logged name that a plateau scheduler monitors.
         strict: whether to raise, rather than warn, if ``monitor`` was not logged.
-        name: the name that ``LearningRateMonitor`` logs it under.
+        name: the name under which ``LearningRateMonitor`` logs the learning rate.
         reduce_on_plateau: whether to pass the monitored value to ``step``.
     """
 
@@ -57,7 +57,7 @@ class ManagedOptimizer:
     as ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` at its last step, which has used all older gradients.
+        stepped_at: ``trainer.state.batches`` at this optimizer's last step, which used all gradients up to then.
         expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
@@ -209,8 +209,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
         if len(optimizers) > 1 and any(isinstance(one, Mapping) and "frequency" in one for one in given or ()):
             raise ValueError(
                 f"{owner} returned the key 'frequency' with an optimizer, but automatic optimization steps all "
-                "optimizers in each update. Leave it out, or set self.automatic_optimization = False in __init__ and "
-                "step them in training_step when you want."
+                "optimizers in each update. Leave out 'frequency', or set self.automatic_optimization = False in "
+                "__init__ and step the optimizers in training_step."
             )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:

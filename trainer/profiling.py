@@ -1,4 +1,4 @@
-"""Connect a run to its profiler: report what happens, and bind the callables that it times.
+"""Connect a run to its profiler: tell it when the run begins and ends, and bind the callables that it times.
 
 Every callable is bound once through ``Profiler.around``, which returns it unchanged if there is no profiler.
 """

@@ -1,7 +1,7 @@
 """Each rank's own part of a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
 It contains random states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
-position. With a different number of ranks, some of this state is derived, and one message says which.
+position. With a different number of ranks, some of this state is derived, and a single message reports which parts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """Return each rank's part, in rank order; every rank must call this."""
-    run.strategy.barrier("save_checkpoint")  # errors about a rank that is elsewhere show this name
+    """Return each rank's part of the checkpoint, in rank order; every rank must call this."""
+    run.strategy.barrier("save_checkpoint")  # errors about a rank that is waiting somewhere else show this name
     return run.strategy.gather_objects(_of_this_rank(run))
 
 
@@ -53,7 +53,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
 
 
 def _gradients(run: Run) -> dict[str, Any] | None:
-    """Return the gradients that wait for an optimizer step; None if there are none or a failed step left them."""
+    """Return the gradients that wait for an optimizer step; None if there are none, or if a failed step left them."""
     state, module = run.state, run.module
     if state.step_failed:
         return None
@@ -122,7 +122,7 @@ class Resumed:
         return [kept for rank, kept in sorted(firsts.items()) if rank % strategy.num_data_ranks == strategy.data_rank]
 
     def _has_window(self) -> bool:
-        """Whether every rank's gradients were saved, and the run still has the same ranks."""
+        """Return True if every rank's gradients were saved and the run still has the same ranks."""
         whole = self._alike and len(self.ranks) == self.run.strategy.world_size
         return whole and all(kept["gradients"] is not None for kept in self.ranks)
 
@@ -137,7 +137,7 @@ class Resumed:
         return counters
 
     def find_batch(self) -> None:
-        """Convert the position in the epoch to batches of this run's loader, and report what was derived."""
+        """Convert the position in the epoch to batches of this run's loader, and report derived values."""
         run, state = self.run, self.run.state
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)
@@ -152,7 +152,7 @@ class Resumed:
         self._tell()
 
     def _tell(self) -> None:
-        """Report in one message what was derived instead of restored."""
+        """Report, in one message, the values that were derived instead of restored."""
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
@@ -217,7 +217,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return True if it then knows its position, so that no batches are skipped."""
+        """Restore the loader's state; return True if it then knows its position, so that no batch has to be skipped."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -51,7 +51,7 @@ class Run:
 
     Args:
         trainer: the Trainer, whose arguments apply; the run's state is not stored in it.
-        request: what to do; None means nothing, as before the first run.
+        request: the call to carry out; None before the first run.
         before: the previous run, whose module, counters and optimizers this one takes over.
 
     Attributes:
@@ -59,7 +59,8 @@ class Run:
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         managed: the optimizers as ``self.optimizers()`` returns them.
-        joint: the optimizer that automatic optimization steps: the only one, or a :class:`.JointOptimizer` of all.
+        joint: the optimizer that automatic optimization steps: the only optimizer, or a :class:`.JointOptimizer` that
+            combines all of them.
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
@@ -110,9 +111,9 @@ class Run:
         self.joint = self.managed[0] if alone else ManagedOptimizer(JointOptimizer(self._optimizers), self)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide gradients by fp16's loss scale, once per step: under automatic optimization, those of all optimizers.
+        """Divide the gradients of ``optimizer`` by fp16's loss scale, once per step.
 
-        ``optimizer``: whose gradients are needed.
+        Under automatic optimization, the gradients of all optimizers are divided.
         """
         together = self.module.automatic_optimization and optimizer in self._optimizers
         self.strategy.unscale_gradients(self.joint.optimizer if together else optimizer)
@@ -126,7 +127,7 @@ class Run:
     def holder(self) -> Strategy:
         """The strategy that collects the states for a checkpoint.
 
-        After a run in other processes, this process has the states unsharded.
+        After a run in other processes, this process holds the unsharded states.
         """
         return self.strategy if self.left is None else Strategy()
 
@@ -147,14 +148,14 @@ class Run:
     # ---- execution -------------------------------------------------------------------------------------------------
 
     def execute(self) -> Any:
-        """Run to the end; restart from a checkpoint each time a callback raises :class:`Rollback`."""
+        """Carry out the run; restart it from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
             raise RuntimeError("This Run has nothing to do. Call an entry point of its Trainer.")
         at_start = self.state.state_dict()
         while True:
             self.state.begin(request.fn)
-            self.hooks = None  # type: ignore[assignment] - no hook is called before it is bound
+            self.hooks = None  # type: ignore[assignment] - hooks are bound before any is called
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
             kept = freed_memory_kept(self.strategy.device)
             with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
@@ -230,7 +231,7 @@ class Run:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a copy of the Trainer keeps of this run: no data, threads, files or running parts."""
+        """Return the state of this run for a copy of the Trainer: no data, threads, files or running components."""
         trainer, data = self.trainer, self.datamodule
         return {
             "own": {name: getattr(self, name) for name in COPIED},
@@ -268,7 +269,10 @@ COPIED = (
 
 
 def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
-    """Run every job. Errors become warnings; unless ``hidden``, the first one is raised at the end."""
+    """Run every job, even if some fail.
+
+    Errors become warnings; if ``hidden`` is False, the first error is raised at the end instead.
+    """
     first: Exception | None = None
     for job in jobs:
         try:

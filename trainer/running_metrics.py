@@ -21,7 +21,7 @@ _MOMENTS = {moment.name: moment for moment in vars(phases).values() if isinstanc
 
 
 def logged(store: MetricStore, module: nn.Module) -> list[dict[str, Any]]:
-    """Return what this rank has logged in the current training epoch, as plain data and CPU tensors."""
+    """Return the values that this rank has logged in the current training epoch, as plain data and CPU tensors."""
     places = {id(part): name for name, part in module.named_modules()}
     return [_entry(*found, places) for found in store.running(STAGE)]
 
@@ -44,7 +44,7 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Restore what :func:`logged` returned on the saved ranks that this rank takes over."""
+    """Restore the values that :func:`logged` returned on the saved ranks that this rank takes over."""
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]

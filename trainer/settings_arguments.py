@@ -74,7 +74,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that variables set and code does not; warn about variables for unknown arguments."""
+    """Return the arguments that only environment variables set; warn about variables for unknown arguments."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
@@ -90,7 +90,7 @@ def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[st
             messages.warn_once(f"The environment variable {variable} has no effect{why}.{hint}")
         elif name not in passed or name in left_open:
             found[name] = text
-            with contextlib.suppress(Exception):  # it is a word, not a number
+            with contextlib.suppress(Exception):  # the value is a word, not a number
                 found[name] = ast.literal_eval(text)
     return found
 
@@ -98,7 +98,7 @@ def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[st
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Return the final arguments, and a table of their origins that is followed by the settings that were given.
+    """Return the final arguments, and a table with their origins and all settings that were given.
 
     Args:
         given: the arguments by name; arguments left out are taken from launch flags, variables or the settings file.
@@ -226,7 +226,7 @@ def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield the strategy for ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config``, unless one is named."""
+    """Yield the strategy for ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` if no strategy is named."""
     switches = [name for name in _SWITCHES if settings[name]]
     if not switches:
         return
@@ -242,7 +242,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the arguments for torch.compile, or None to not compile."""
+    """Return the arguments for torch.compile, or None if nothing is to be compiled."""
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]

@@ -31,10 +31,10 @@ HEADER = 7
 
 
 class Sharing:
-    """One point (``where``) in the batches of one loader; ``used`` says whether anything can be logged there.
+    """A point (``where``) in each batch of a loader where processes share values, if any can be logged (``used``).
 
     Attributes:
-        on: whether the processes meet here or have not agreed on that yet.
+        on: True if the processes meet here, or have not agreed yet whether they do.
         muted: whether this process's batch does not count, so that it joins the next meeting without values.
         pending: the records updated since the last meeting, by key.
     """
@@ -68,7 +68,7 @@ class Sharing:
         record.update = update
 
     def meet(self, counts: bool = True) -> None:
-        """Reduce what was logged since the last meeting; every process must call this after each of its batches.
+        """Reduce the values logged since the last meeting; every process must call this after each of its batches.
 
         This process's values count if ``counts`` is True and it is not ``muted``. Raises ValueError if the names
         differ.
@@ -84,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join a meeting without a batch. ``groups`` had values at the last meeting; returns those that still do."""
+        """Join a meeting without a batch. ``groups`` had values at the last one; returns the groups that still do."""
         self.pending.clear()
         if not self.on or not self._settled():
             return []
@@ -94,7 +94,7 @@ class Sharing:
     def _settled(self) -> bool:
         """Return True if the processes meet here.
 
-        They agree on that at the first batch. To start meeting later, all of them must start in the same batch.
+        They decide this at the first batch. To start meeting later, all of them must start in the same batch.
         """
         if not self._agreed:
             self._agreed = True
@@ -129,7 +129,7 @@ class Sharing:
         if not processes:
             return False
         alike = [number // processes for number in found]
-        shows = counts or (first, second) == (alike[3], alike[5])  # without values, only if it logged the same names
+        shows = counts or (first, second) == (alike[3], alike[5])  # without values: if it logged the same names
         shared = room[HEADER : HEADER + alike[1]]
         more = alike[1] - len(shared)
         if more:
@@ -154,7 +154,7 @@ class Sharing:
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
         for rank, said in zip(ranks, found, strict=True):
-            here = isinstance(said, tuple) and said[0] == "step values"  # or it gathers something else
+            here = isinstance(said, tuple) and said[0] == "step values"  # else it gathers other data
             if not here or said[1] is not None:
                 have[rank] = set(said[1]) if here else set()
         parts = []
@@ -188,7 +188,7 @@ def keep_step(places: Iterable[Sharing]) -> None:
 
 
 def _name(group: Any) -> str:
-    """A process group's name, the same in each of its processes; empty for all processes."""
+    """Return a process group's name, the same in each of its processes; empty for the group of all processes."""
     return getattr(group, "group_name", "")
 
 

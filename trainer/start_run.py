@@ -1,4 +1,4 @@
-"""Everything that happens between an entry point and its loop: module, data, hooks, device, optimizers, checkpoint."""
+"""Prepare a run before its loop begins: module, data, hooks, device, optimizers and checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns what a fit resumes from, or None."""
+    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
     run.left = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -139,7 +139,7 @@ def leave_no_window(run: Run) -> None:
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
-    """The module to run, and whether it was taken from the previous run because none was passed."""
+    """Return the module to run, and whether it was taken from the previous run because none was passed."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
@@ -320,7 +320,7 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """Return the checkpoint to load, set on the trainer or passed; ``"best"`` is looked up before callbacks change.
+    """Return the checkpoint to load, as passed or set on the trainer. ``"best"`` is resolved before callbacks change.
 
     ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
     requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
@@ -350,7 +350,7 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
-    """Return the checkpoint that ``path`` refers to on rank 0; other ranks may see the folder in another state."""
+    """Return the checkpoint that ``path`` means on rank 0, because other ranks may see the folder in another state."""
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None

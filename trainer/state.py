@@ -10,7 +10,7 @@ from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
-    """The work that remains after a batch or an epoch, in this order. A resume does it first."""
+    """The work that can remain after a batch or an epoch, in order. A resumed run first completes this work."""
 
     NOTHING = ""  # the next batch can be trained on
     SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
@@ -23,22 +23,23 @@ class Pending(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class RunState:
-    """What a run has done so far. The loop writes it, other code reads it, and checkpoints store it.
+    """The progress of a run. The loop updates it, other code reads it, and checkpoints store it.
 
     Attributes:
         fn: the entry point that is running, or None between runs.
         stage: what that entry point is doing now, or None.
-        status: how far the run has come.
+        status: whether the run has started, and how it ended.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
         global_step: optimizer steps run. Automatic optimization counts one step for all optimizers together, manual
             optimization one for each. A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
         batches: batches trained on, across all epochs.
-        settled: ``batches``, not counting those whose gradients wait in the window.
+        settled: ``batches``, not counting batches whose gradients are still waiting in the window.
         window: micro-batches whose gradients wait for the next optimizer step.
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
-        next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` if a step fails.
-        pending: what a resume from here has to do before the next batch.
+        next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
+            failed.
+        pending: the work that a resume from here has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.
         epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
@@ -82,7 +83,7 @@ class RunState:
     )
 
     def begin(self, fn: str) -> None:
-        """Begin a run, with no request to stop."""
+        """Begin a run, and clear any earlier request to stop."""
         self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
         self.signum = self.passed = self.evaluated = 0
         self.should_stop = self.stop = self.saving = False
@@ -94,7 +95,7 @@ class RunState:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run ended, normally or by an exception or signal."""
+        """Whether the run ended, normally or because of an exception or signal."""
         return self.status.stopped
 
     def where(self) -> str:
@@ -127,7 +128,7 @@ class RunState:
 
 
 def without_window(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return counters (of :meth:`RunState.state_dict`) as they were before the current accumulation window."""
+    """Return the counters in a :meth:`RunState.state_dict` as they were before the current accumulation window."""
     waiting = progress["batches"] - progress["settled"]
     if not waiting and not progress["window"]:
         return progress

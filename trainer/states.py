@@ -1,4 +1,4 @@
-"""What a Trainer is doing, as enums that compare equal to their strings."""
+"""Enums for what a Trainer is doing. Each member compares equal to its string."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 
 class _Word(str, Enum):
-    __hash__ = str.__hash__  # so a plain string finds it as a dict key
+    __hash__ = str.__hash__  # so that a plain string finds a member that is a dict key
 
     def __str__(self) -> str:
         return self.value
 
 
 class TrainerStatus(_Word):
-    """How far a run has come."""
+    """Whether a run has started, and how it ended."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"

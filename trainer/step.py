@@ -2,7 +2,7 @@
 
 There are three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one),
 :class:`ClosureStep` (optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and
-:class:`ManualStep`. Each epoch chooses one of them and binds everything that it calls.
+:class:`ManualStep`. One of them is chosen at the start of each epoch, and everything that it calls is bound then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ManualStep:
         return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches so far, because no more will come; does nothing here."""
+        """Run the update on an incomplete window, because no more micro-batches will come; does nothing here."""
 
 
 class FreeStep(ManualStep):
@@ -60,7 +60,7 @@ class FreeStep(ManualStep):
 
 
 class TrainStep(ManualStep):
-    """Forward, backward and, on the last micro-batch of a window, the update.
+    """Runs forward, backward and, on the last micro-batch of a window, the update.
 
     A window is ``accumulate_grad_batches`` micro-batches, or fewer at the end of an epoch. Its gradient is the mean
     over the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the
@@ -101,7 +101,7 @@ class TrainStep(ManualStep):
         settings = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
         if takes(clip, None, **settings):
             called = partial(clip, **settings)
-        else:  # its parameters have other names
+        else:  # an override with other parameter names
             called = lambda optimizer: clip(optimizer, value, algorithm)  # noqa: E731
         return by_module(run, "configure_gradient_clipping", called)
 
@@ -282,7 +282,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` for an :class:`EmptyLastStep`, with no items in the epoch's last batch."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that the epoch's last batch counts no items."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
@@ -314,9 +314,8 @@ def no_batch(run: Run) -> None:
     """Warn that the loader yielded None instead of a batch, or raise if there are several processes."""
     if run.strategy.world_size > 1:
         raise RuntimeError(
-            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}, but the other "
-            "ranks would wait for its gradients. Leave out samples that cannot be loaded in the dataset, not in "
-            "collate_fn."
+            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}. The other "
+            "ranks would wait for that rank's gradients. Skip unreadable samples in the dataset, not in collate_fn."
         )
     messages.warn_once(
         "The train_dataloader yielded None instead of a batch, so this batch is skipped and nothing is learned from "

@@ -1,4 +1,4 @@
-"""Stop a run before its limits, at the same boundary on all ranks and with one checkpoint."""
+"""Stop a run before it reaches its limits, at the same boundary on all ranks and with one checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stops:
         self._found: Stop | None = None
 
     def here(self) -> Reason:
-        """Reach a boundary, and pass it unless there is a reason to stop. The loop has these lines inline."""
+        """Reach a boundary, and pass it unless there is a reason to stop. The loop inlines this code."""
         reason = self.at(self.state.passed + 1) if self.state.stop else ""
         self.state.passed += 1
         if self.state.stop:
@@ -46,7 +46,7 @@ class Stops:
         return reason
 
     def at(self, boundary: int) -> Reason:
-        """Return why the run stops at a boundary, if it does. Called only while ``state.stop`` is set."""
+        """Return why the run stops at a boundary; empty if it does not. Called only while ``state.stop`` is set."""
         state = self.state
         if self._found is None:
             self._found = self._decide(boundary)
@@ -57,14 +57,14 @@ class Stops:
             self.signum = state.signum = found.signum
             return "signal"
         if not state.should_stop:
-            messages.info(f"Training stops because {messages.ranks(found.ranks)} asked for it.")
+            messages.info(f"Training stops because {messages.ranks(found.ranks)} requested it.")
         state.should_stop = True
         return "asked"
 
     def _decide(self, boundary: int) -> Stop | None:
         """Decide where to stop; return None if no process wants to stop any longer."""
         state, strategy = self.state, self.run.strategy
-        state.stop = False  # before looking: a later request sets it again
+        state.stop = False  # reset before reading the requests, because a later request sets it again
         told = strategy.is_told_to_stop()
         if not (told or state.signum or state.should_stop):
             return None
@@ -117,7 +117,7 @@ class Stops:
         """Wait for all ranks, because a launcher kills the other processes as soon as one has exited."""
         if not self.signum:
             return
-        with suppress(RuntimeError):  # a rank is gone
+        with suppress(RuntimeError):  # a rank has exited
             self.run.strategy.barrier("stop")
         if self.actions.get(self.signum) == "requeue" and self.run.strategy.is_global_zero:
             requeue()

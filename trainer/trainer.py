@@ -64,28 +64,28 @@ class Trainer:
     Args:
         accelerator: the kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
             ``"mps"`` or ``"cpu"``.
-        strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device
-            and ``"ddp"`` on several. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``, ``"ddp_spawn"``,
-            ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
+        strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
+            and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
+            ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
             ``_find_unused_parameters_true`` (or ``_false``) to the name for losses that do not reach every parameter.
             ``"fsdp"``, ``"fsdp_cpu_offload"`` and ``"hybrid_shard"`` shard weights, gradients and optimizer state.
             ``"model_parallel"`` splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``, ``"deepspeed_stage_2"``,
             ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"`` and ``"deepspeed_stage_3_offload"`` use DeepSpeed
-            ZeRO. Installed packages may add names.
+            ZeRO. Installed packages may add more names.
         devices: the devices on this machine: a number (``2``, ``"2"``; ``-1`` means all), a list (``[0, 1]``,
-            ``"0,1"``), or ``"auto"`` for all CUDA GPUs, or one device if there are none. On a CPU, the number of
-            processes.
+            ``"0,1"``), or ``"auto"`` for all CUDA GPUs, or one device if there are none. On a CPU, this is the number
+            of processes.
         num_nodes: the number of machines.
         precision: ``"32-true"`` (the default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
             ``"bf16-mixed"``; the short forms ``"32"``, ``"64"``, ``"16"`` (mixed) and ``"bf16"`` (mixed), which can
             also be numbers; or a Precision object.
         logger: a Logger or a list of Loggers; TensorBoard if True or None; no logger if False.
         callbacks: a Callback or a list of Callbacks. A progress bar, a model summary and a ``ModelCheckpoint`` are
-            added.
+            added by default.
         fast_dev_run: run this many batches in each stage, without logging or saving. True means 1; False or 0 turns
             this off.
-        max_epochs: the total number of epochs, including those before a resume; -1 means no limit. If None, 1000, or no
-            limit if ``max_steps`` or ``max_time`` is given.
+        max_epochs: the total number of epochs, including those before a resume; -1 means no limit. If None, the limit
+            is 1000, or there is none if ``max_steps`` or ``max_time`` is given.
         min_epochs: the number of epochs before ``should_stop`` (set by ``EarlyStopping``, for example) takes effect; 0
             if None.
         max_steps: the total number of optimizer steps, including those before a resume; -1 means no limit.
@@ -102,33 +102,34 @@ class Trainer:
         overfit_batches: train and validate on the same first batches, unshuffled: this many (int) or this fraction
             (float). 0 turns this off.
         val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
-            0.0 to 1.0), or after this much time (as for ``max_time``). If None, 1.0, which is the end of the epoch.
+            0.0 to 1.0), or after this much time (as for ``max_time``). If None, validate at the end of the epoch (1.0).
         check_val_every_n_epoch: validate only in every n-th epoch. If None, the batches of ``val_check_interval`` are
             counted across epochs.
-        num_sanity_val_steps: the number of validation batches to run before training; -1 means all, 0 none. 2 if None.
-        log_every_n_steps: send step values to the loggers at every n-th step; 0 means never. 50 if None.
+        num_sanity_val_steps: the number of validation batches to run before training; -1 means all of them, and 0 means
+            none; 2 if None.
+        log_every_n_steps: send step values to the loggers at every n-th step; 0 means never; 50 if None.
         enable_checkpointing: if None or True, add a ``ModelCheckpoint`` unless ``callbacks`` has one.
-        enable_progress_bar: the same for a ``RichProgressBar``.
-        enable_model_summary: the same for a ``ModelSummary``.
+        enable_progress_bar: if None or True, add a ``RichProgressBar`` unless ``callbacks`` has a progress bar.
+        enable_model_summary: if None or True, add a ``ModelSummary`` unless ``callbacks`` has one.
         accumulate_grad_batches: the number of batches whose gradients are accumulated for one optimizer step; 1 if
             None. If the last window of an epoch is shorter, its gradients are averaged over the batches in it.
         gradient_clip_val: the maximum norm or value of the gradients at each step; no clipping if None or 0.
         gradient_clip_algorithm: ``"norm"`` (the default) scales all gradients together; ``"value"`` clips each element.
-        deterministic: if True, use only deterministic algorithms and raise for operations that have none; if
-            ``"warn"``, warn instead of raising; if None, keep torch's setting.
-        benchmark: let cuDNN try which convolution is fastest (``torch.backends.cudnn.benchmark``); if None, keep
-            torch's setting.
+        deterministic: if True, use only deterministic algorithms and raise for operations without one; if ``"warn"``,
+            warn instead of raising; if None, keep torch's setting.
+        benchmark: let cuDNN benchmark its convolution algorithms and use the fastest
+            (``torch.backends.cudnn.benchmark``); if None, keep torch's setting.
         inference_mode: evaluate under ``torch.inference_mode`` if True, under ``torch.no_grad`` if False.
         use_distributed_sampler: give each process its own shard of the data; if False, leave all loaders unchanged.
         profiler: find out where the time goes: ``"doctor"`` (what is slow, why, and what to change), ``"simple"`` (a
             table of actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler
             object; no profiling if None.
         detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. This is slow.
-        barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
-            bare loop.
-        plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are written
-            and read), a ClusterEnvironment (how a launcher tells a process its rank), or a TorchSyncBatchNorm (the same
-            as ``sync_batchnorm=True``).
+        barebones: switch off loggers, callbacks that are added by default, the sanity check and ``self.log``, to
+            measure the bare loop.
+        plugins: objects that replace parts of the Trainer, at most one of each kind: a Precision, a CheckpointIO (how
+            checkpoints are written and read), a ClusterEnvironment (how a launcher tells a process its rank), or a
+            TorchSyncBatchNorm (the same as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: recreate the loaders every n epochs; 0 means never.
         default_root_dir: the folder for logs and checkpoints, unless a logger or callback has its own; the working
@@ -285,17 +286,18 @@ class Trainer:
         Args:
             model: the module.
             train_dataloaders: a DataLoader, any iterable of batches, a list or dict of those, or a DataModule. If None,
-                ``train_dataloader()`` of the DataModule or, without one, of the module.
-            val_dataloaders: a validation loader or a list of loaders. If None, ``val_dataloader()`` likewise.
-            datamodule: a DataModule, instead of loaders.
+                ``train_dataloader()`` of the DataModule is called, or that of the module if there is no DataModule.
+            val_dataloaders: a validation loader or a list of loaders. If None, ``val_dataloader()`` is called in the
+                same way.
+            datamodule: a DataModule to use instead of loaders.
             ckpt_path: resume from this checkpoint, a path or a URL. ``"last"`` resumes from the newest valid checkpoint
                 in the folders of this run and of earlier starts of the same command; if there is none, it warns and
                 starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting for the
                 first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh (or means
                 ``"auto"`` in a job that SLURM requeued).
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
-            restore: which parts of ``ckpt_path`` to take. With all of them, the default, the fit continues bit for bit
-                as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
+                bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
                 ``"optimizer"`` restores the optimizers' state (such as momentum) and the loss scale. ``"schedulers"``
                 restores the schedulers and the optimizers' settings (learning rate, weight decay, ...); without it, the
                 settings from ``configure_optimizers`` apply. ``"loops"`` restores the epoch, the step, the position in
@@ -326,8 +328,8 @@ class Trainer:
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
-            datamodule: a DataModule, instead of loaders.
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
+            datamodule: a DataModule to use instead of loaders.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
         """
         loaders = {"validate": dataloaders}
         request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
@@ -401,17 +403,17 @@ class Trainer:
         Args:
             model: the module; if None, the last run's module, with the weights of its best checkpoint.
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
-            datamodule: a DataModule, instead of loaders.
+            datamodule: a DataModule to use instead of loaders.
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: if False, also load the checkpoint's objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns its own.
 
         Returns:
             The outputs of ``predict_step``, a list with one entry per batch (with several loaders, a list of such
-            lists); None with ``return_predictions=False``.
+            lists); None if ``return_predictions`` is False.
         """
         keep, loaders = return_predictions is not False, {"predict": dataloaders}
         if gather and not keep:
@@ -423,15 +425,15 @@ class Trainer:
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run, completely or not at all, and return once it is on disk.
+        """Write a checkpoint of the run atomically, and return once it is on disk.
 
-        Every rank must call this. A background write is finished first.
+        Every rank must call this. If a background write is in progress, it is finished first.
 
         Args:
             filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
                 checkpoints.
             weights_only: leave out optimizers, callbacks and random states; a run cannot resume from such a file.
-            storage_options: passed to your own CheckpointIO; otherwise it must be None.
+            storage_options: passed to a custom CheckpointIO; must be None if there is none.
 
         Raises:
             AttributeError: no module is attached yet.
@@ -446,7 +448,7 @@ class Trainer:
 
     @property
     def has_own_save(self) -> bool:
-        """Whether a subclass or the program replaced :meth:`save_checkpoint`, which callbacks then use to save."""
+        """Whether a subclass or the program replaced :meth:`save_checkpoint`; if so, callbacks call it to save."""
         save: Any = self.save_checkpoint
         return inspect.unwrap(getattr(save, "__func__", save)) is not _save_checkpoint
 
@@ -470,7 +472,7 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """Return a function that runs the request, in this process or in those that the strategy's launcher starts."""
+        """Return a function that runs the request, in this process or in those that the strategy's launcher creates."""
         check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
@@ -491,8 +493,9 @@ class Trainer:
         """Context manager that creates layers on the run's device and in its dtype.
 
         Args:
-            empty_init: if True, skip the layers' initial values, for weights that will be loaded. Under a strategy that
-                shards, the layers have no memory until each process gets its shard with the values.
+            empty_init: if True, do not initialize the weights, because they will be loaded. Under a strategy that
+                shards weights, the layers use no memory until each process creates its own shard with the initial
+                values.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -505,7 +508,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps across all epochs; under manual optimization, also across all optimizers."""
+        """The number of optimizer steps in all epochs; manual optimization counts the steps of every optimizer."""
         return self.state.global_step
 
     @property
@@ -515,7 +518,10 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Set to True to stop training after this batch, but not before min_epochs and min_steps."""
+        """Whether training was asked to stop. Set to True to stop it after this batch.
+
+        It stops only after ``min_epochs`` and ``min_steps``.
+        """
         return self.state.should_stop
 
     @should_stop.setter
@@ -555,7 +561,7 @@ class Trainer:
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are running."""
+        """Whether the sanity check (a few validation batches before training) is running."""
         return self.state.stage == "sanity_check"
 
     @sanity_checking.setter
@@ -600,7 +606,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The module as the strategy wrapped it, or None."""
+        """The module as wrapped by the strategy, or None."""
         return self.current_run.model
 
     @model.setter
@@ -654,7 +660,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the last run loaded, or None. If set, every entry point loads it until set to None."""
+        """The checkpoint that the last run loaded, or None. If set, every entry point loads it until it is cleared."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -679,7 +685,7 @@ class Trainer:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device, which equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; it compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
         return AcceleratorRegistry[self.strategy.device.type]()
 
     @property
@@ -719,7 +725,7 @@ class Trainer:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and messages."""
+        """Whether this process has global rank 0, so that it writes files and messages."""
         return self.strategy.is_global_zero
 
     # ---- data ------------------------------------------------------------------------------------------------------
@@ -785,7 +791,7 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps in the fit, for schedules that need the total. Creates the training loader.
+        """The number of optimizer steps in the fit, for schedules that need the total. Reading it creates the loader.
 
         It is inf if neither epochs nor steps are limited, or if the loader has no length.
         """
@@ -835,7 +841,7 @@ class Trainer:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers; setting None removes them."""
+        """The loggers; setting this property to None removes them."""
         return vars(self)["loggers"]
 
     @loggers.setter
@@ -863,7 +869,10 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values for the progress bar. On an accelerator, they may be one refresh old, because nothing waits."""
+        """The values for the progress bar.
+
+        On an accelerator, they may be one refresh old, because reading them does not wait for the device.
+        """
         return bar_values(self.current_run.metrics)
 
     @property
@@ -892,7 +901,7 @@ class Trainer:
         if bar is not None:
             bar.print(*args, **kwargs)
         else:
-            print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+            print(*args, **kwargs)  # noqa: T201 - printing is what the caller asked for
 
 
 _save_checkpoint = Trainer.save_checkpoint

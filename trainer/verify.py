@@ -92,7 +92,7 @@ def verify(
     tolerance: float = 1e-6,
     **arguments: Any,
 ) -> Report:
-    """Train a few steps under each strategy and compare every parameter after every step with one process.
+    """Train a few steps under each strategy, and after every step compare every parameter with one-process training.
 
     Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
     that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
@@ -173,8 +173,8 @@ def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
                 break
         if len(found) == before:
             raise ValueError(
-                f"verify needs {count} batches, but the loader yielded none after {before}. Pass a loader that can be "
-                "read several times."
+                f"verify needs {count} batches, but the loader yielded only {before}. Pass a loader that can be read "
+                "several times."
             )
         epoch += 1
     release_shuffling(loader)

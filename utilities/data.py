@@ -81,7 +81,7 @@ def advise_about_length(dataloader: Any, name: str) -> None:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many workers each loader can have if this machine's processes share its CPU cores.
+    """Return how many workers each loader can have, given that this machine's processes share its CPU cores.
 
     Args:
         local_world_size: the run's number of processes on this machine.

@@ -16,7 +16,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie parameters again: give the parameter with the first name in each list the list's other names as well.
+    """Tie parameters again, so that all names in a list refer to the parameter with the list's first name.
 
     Args:
         module: the module, which is changed in place.

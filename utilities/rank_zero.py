@@ -20,7 +20,7 @@ class RankZeroDeprecationWarning(DeprecationWarning):
 
 
 class RankZeroOnly:
-    """Class of the decorator :data:`rank_zero_only`; other ranks get ``default`` without calling the function.
+    """Class of the decorator :data:`rank_zero_only`. Other ranks return ``default`` without calling the function.
 
     Attributes:
         rank: this process's rank among all processes, 0-based. Set it if you start processes that Paceline does not
@@ -80,7 +80,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 class WarningCache(set[str]):
-    """The set of messages that have been shown; each message is shown once."""
+    """Shows each message only once. The set contains the messages that have been shown."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Warn on rank 0 unless the message was shown before."""

@@ -30,7 +30,7 @@ LRSchedulerConfig = SchedulerConfig
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """A scheduler's dict that ``configure_optimizers`` may return."""
+    """A dict for a scheduler, as ``configure_optimizers`` may return it."""
 
     scheduler: Any
     name: str | None
@@ -42,13 +42,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """An optimizer's dict that ``configure_optimizers`` may return."""
+    """A dict for an optimizer, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """A dict with an optimizer and a scheduler that ``configure_optimizers`` may return."""
+    """A dict for an optimizer and its scheduler, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
     lr_scheduler: Any
