@@ -244,7 +244,8 @@ class Callback:
 
         Gradients are unscaled, complete and averaged across ranks. Read or change gradients (norms, noise) here. With a
         sharded model, each rank sees its own shard. If automatic optimization steps several optimizers, ``optimizer``
-        represents all of them and lists them in ``optimizer.optimizers``; so it does in :meth:`on_before_zero_grad`.
+        represents all of them and lists them in ``optimizer.optimizers``. The same holds for
+        :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
@@ -360,7 +361,7 @@ class Callback:
         """
 
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
-        """Return the batches per optimizer step in ``epoch`` (0-based), or None if this callback does not set them.
+        """Return the number of batches per optimizer step in ``epoch`` (0-based); None by default.
 
         A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
         before training.
@@ -368,15 +369,15 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback :meth:`has_saved`.
+        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback has saved the step.
 
         May save a checkpoint.
         """
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this callback saved ``step`` in a file to resume from.
+        """Return True if this callback saved ``step`` in a file that a fit can resume from.
 
-        With ``weights``, a file that holds only the weights counts too.
+        If ``weights`` is True, a file that holds only the weights counts too.
         """
         return False
 
@@ -409,8 +410,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that holds
-    a default method, whether of this object or of another one.
+    A value of None, on the class or on the instance, means "not overridden". The same holds for an instance attribute
+    that is a default method, of this object or of another one.
 
     Args:
         owner: a callback, module, DataModule or any other object.
@@ -430,7 +431,7 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
 
 
 def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
-    """Like :func:`overridden`, but a wrapper (``functools.wraps``) around the default method does not count."""
+    """Like :func:`overridden`, but return None for a wrapper (``functools.wraps``) around the default method."""
     method = overridden(owner, name, base)
     inner = method and unwrap(method)
     return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method

@@ -140,7 +140,7 @@ class CheckpointKeeper(Checkpoint):
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it ranks, then write ``last``, and notify the loggers.
+        """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
@@ -189,7 +189,7 @@ class CheckpointKeeper(Checkpoint):
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this step was saved in a file to resume from or, with ``weights``, in any file."""
+        """Return True if this step was saved in a file that a fit can resume from or, with ``weights``, in any file."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
@@ -225,7 +225,7 @@ class CheckpointKeeper(Checkpoint):
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
-        """Add a file to the ranking and remove the files that it replaces."""
+        """Add a file to the ranking and drop the files that it replaces from it."""
         if self.monitor is None:
             self.best_model_path = path
             return
@@ -365,7 +365,7 @@ class CheckpointKeeper(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint.
+        """Fill in the file name template and return the checkpoint's path.
 
         Args:
             metrics: the values that the template may use.

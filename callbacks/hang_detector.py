@@ -27,8 +27,8 @@ class HangDetector(Callback):
     A thread on each rank compares the counters, so there is no cost per batch. Any of these counts as progress: a
     training or evaluation batch, an optimizer step, a new stage or epoch, a passed step boundary. Anything else does
     not: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a timeout well above the
-    longest of these. A rank that is in compiled code that holds the GIL cannot answer; the report says so, and the
-    launcher stops the rank.
+    longest of these. A rank inside native code that holds the GIL cannot answer. The report says so, and the launcher
+    stops the rank.
 
     Args:
         timeout_seconds: how long the counters may stay unchanged.

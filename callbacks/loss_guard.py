@@ -282,7 +282,8 @@ class _WayBack:
     def begin(self, trainer: Trainer) -> None:
         """Record where the fit starts (``trainer.ckpt_path``).
 
-        Existing files count as the fit's own only if they led to its start, so none do if it starts at step 0.
+        Of the checkpoints that already exist, only those saved up to the fit's starting point count as its own; none do
+        if it starts at step 0.
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
@@ -328,7 +329,7 @@ class _WayBack:
                 "files (save_top_k=-1), and check the learning rate and the gradients."
             )
         return (
-            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and not only the "
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), save more than the "
             "weights, or use action='skip'."
         )
 
@@ -376,7 +377,10 @@ class _Before:
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def learn(self) -> None:
-        """After the first good step, find which buffers a step changes. They are compared once, on the device."""
+        """After the first good step, find which buffers a step changes.
+
+        The buffers are compared only once, on the device.
+        """
         if self.moving is None:
             self.moving = [buffer for buffer, copy in self.first if not torch.equal(buffer, copy)]
             self.first = []

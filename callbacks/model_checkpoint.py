@@ -68,7 +68,7 @@ class ModelCheckpoint(CheckpointKeeper):
         auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3`` (True) or ``3`` (False). A
             ``/`` in an inserted name becomes ``_``; a ``/`` in the template creates a folder.
         every_n_train_steps: optimizer steps (``trainer.global_step``) between two saves.
-        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` takes.
+        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` accepts.
         every_n_epochs: epochs between two saves; 0 saves only ``last``.
         save_on_train_epoch_end: save after the training epoch (True) or after validation (False). If None, save after
             validation if an epoch has several validations or not every epoch has one, else after the epoch.
@@ -83,7 +83,7 @@ class ModelCheckpoint(CheckpointKeeper):
             background save may not have finished writing it yet.
         best_model_score: score of that file, scalar, shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
-        kth_best_model_path: the file that is replaced next; ``""`` while there are fewer than k files.
+        kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.
         kth_value: score of that file; plus or minus infinity while there are fewer than k files.
         last_model_path: the newest ``last`` file, or ``""``.
         current_score: the latest score, or None.
