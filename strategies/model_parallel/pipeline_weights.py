@@ -96,7 +96,7 @@ class Weights:
         return found
 
     def settle(self, use: list[int]) -> None:
-        """Process the combined :meth:`use` of all processes.
+        """Process the results of :meth:`use`, combined across all processes.
 
         In the first step, this also drops the weights that only other processes use.
         """

@@ -111,7 +111,7 @@ class Splitter:
         )
 
     def finish(self) -> None:
-        """Set the number of heads that each split attention computes in this process, and report the result."""
+        """Set the number of heads that each split attention layer computes in this process, and report the result."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
