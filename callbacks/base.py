@@ -223,8 +223,8 @@ class Callback:
 
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is detached: scalar, shape (), not divided by
         ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already cleared, so
-        read them in ``on_before_optimizer_step``. Must not wait for the device, because that would slow down every
-        step.
+        read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would slow down
+        every step.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
@@ -242,9 +242,9 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
-        Gradients are unscaled, complete and averaged across ranks. Read or change gradients (norms, noise) here. With a
-        sharded model, each rank sees its own shard. If automatic optimization steps several optimizers, ``optimizer``
-        represents all of them and lists them in ``optimizer.optimizers``. The same holds for
+        Gradients are unscaled, complete and averaged across ranks. Read or change gradients here, for example to log
+        norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps several
+        optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same holds for
         :meth:`on_before_zero_grad`.
         """
 

@@ -188,7 +188,10 @@ class EarlyStopping(Callback):
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:
             raise ValueError(text)
-        messages.warn_once(f"{text} EarlyStopping checks nothing until then.", key=f"EarlyStopping {self.monitor}")
+        messages.warn_once(
+            f"{text} EarlyStopping checks nothing until {self.monitor!r} is logged.",
+            key=f"EarlyStopping {self.monitor}",
+        )
         return None
 
     def _better(self, value: Tensor, than: float | Tensor) -> bool:

@@ -305,7 +305,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the first group's.
         backbone_initial_lr: the backbone's initial learning rate.
         should_align: once the backbone's learning rate reaches the first group's, keep the two equal.
-        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass only one of the three.
+        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass at most one of the three
+            learning rate arguments.
         train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. If False,
             they stay frozen throughout.
         verbose: report the learning rates at the start of each epoch.

@@ -72,7 +72,7 @@ class LossGuard(Callback):
         max_events: number of bad batches to allow; one more stops the run with an error. None means no limit.
 
     Attributes:
-        batches: step, loss and running mean (None before the first good loss) of each bad batch, by epoch and batch
+        batches: step, loss and running mean (None if there was no good loss yet) of each bad batch, by epoch and batch
             index.
         left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
 
@@ -121,7 +121,7 @@ class LossGuard(Callback):
 
     @property
     def running_mean(self) -> float | None:
-        """The mean of the last good losses; None before the first good loss."""
+        """The mean of the last good losses; None if there has been no good loss yet."""
         return math.fsum(self._good) / len(self._good) if self._good else None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:

@@ -278,7 +278,9 @@ class ModelCheckpoint(CheckpointKeeper):
         text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
             if not self._monitor_is_validated:
-                messages.warn_once(f"{text} No file is ranked until then.", key=f"ModelCheckpoint {self.monitor}")
+                messages.warn_once(
+                    f"{text} No file is ranked until {self.monitor!r} is logged.", key=f"ModelCheckpoint {self.monitor}"
+                )
             return False
         if not self._epochs_ended:
             text += " If it is a metric of the full training epoch, set save_on_train_epoch_end=True."

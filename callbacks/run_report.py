@@ -48,7 +48,7 @@ class RunReport(Callback):
     there was one. No logger is required.
 
     Only rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values are
-    logged. The host never waits for the device, so step times on a GPU are those seen by the host.
+    logged. The host never waits for the device, so step times on a GPU are times on the host's clock.
 
     Args:
         dirpath: the folder; None means the run's folder (``trainer.log_dir``).

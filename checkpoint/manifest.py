@@ -48,7 +48,7 @@ class Manifest:
         score: value of that metric; None if there is none or it is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: the marks of the run that wrote the checkpoint.
+        runs: marks that identify the run that wrote the checkpoint, one for each callback that saves.
         line: mark of the callback that manages the checkpoint, which stays the same when a run resumes; empty if no
             callback manages the checkpoint.
         written: time in UTC, ISO 8601.

@@ -26,7 +26,7 @@ class Options:
         mesh: arguments for ModelParallelStrategy; the product of the sizes is the number of processes.
         ddp: arguments for DDPStrategy.
         process_group: arguments for every multi-process strategy.
-        written: the text that the user wrote for each of these, for error messages.
+        written: the text that the user wrote for each group of arguments, for error messages.
     """
 
     fsdp: Mapping[str, Any] | None = None
