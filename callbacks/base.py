@@ -261,7 +261,7 @@ class Callback:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last validation batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last validation batch of all loaders. Values logged here are added to the epoch's metrics."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -289,7 +289,7 @@ class Callback:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last test batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last test batch of all loaders. Values logged here are added to the epoch's metrics."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -27,10 +27,10 @@ class GarbageCollection(Callback):
     """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
-    example, a dataset stored as a list), a full scan takes a good part of a second. With several processes, the other
-    ranks wait for the scanning rank at the next gradient reduction. Each rank pauses at different steps, so the pauses
-    add up. With this callback, all ranks pause at the same time. After the first step, all existing objects are frozen,
-    so no collection scans them again.
+    example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
+    other ranks wait for the scanning rank at the next gradient reduction. Each rank pauses at different steps, so the
+    pauses add up. With this callback, all ranks pause at the same time. After the first step, all existing objects are
+    frozen, so no collection scans them again.
 
     During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, even
     because of an exception or a signal, the collector's settings are restored and the objects are unfrozen.
@@ -159,7 +159,9 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit runs."""
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit is
+        running.
+        """
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

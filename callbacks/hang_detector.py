@@ -95,4 +95,4 @@ def _mark(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def _told(rank: int, report: str) -> str:
-    return f"Rank {rank}: {report or 'does not answer (it has exited, or compiled code holds its GIL)'}"
+    return f"Rank {rank}: {report or 'does not answer (it has exited, or native code holds its GIL)'}"

@@ -329,8 +329,8 @@ class _WayBack:
                 "files (save_top_k=-1), and check the learning rate and the gradients."
             )
         return (
-            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), save more than the "
-            "weights, or use action='skip'."
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and save the full "
+            "state, or use action='skip'."
         )
 
     def _own(self, trainer: Trainer) -> list[_Saved]:

@@ -33,8 +33,9 @@ class ModelCheckpoint(CheckpointKeeper):
     instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
     ``fast_dev_run``.
 
-    *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept; with it,
-    the ``save_top_k`` best. NaN ranks last and is never ``best_model_path``. ``last`` is a separate, complete file.
+    *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
+    ``monitor``, the ``save_top_k`` best ones are kept. NaN ranks last and is never ``best_model_path``. ``last`` is a
+    separate, complete file.
 
     *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
     weights. The ranked file is therefore written after the next validation, with the metric of exactly these weights.

@@ -51,12 +51,12 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Number of processes in the mesh; 1 without one."""
+        """Number of processes in the mesh; 1 if there is no mesh."""
         return math.prod((self.mesh or {}).get(argument, 1) for argument in SIZES.values())
 
     @property
     def wanted(self) -> str | None:
-        """The name of the strategy that these options need; None if any will do."""
+        """The name of the strategy that these options need; None if any strategy will do."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"

@@ -311,6 +311,6 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
-        f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
-        f'leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
+        f"The DeepSpeed configuration says {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
+        f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

@@ -284,8 +284,8 @@ class ModelParallelStrategy(FSDPStrategy):
         if size > 1 and isinstance(error, RuntimeError):
             if "is invalid for input of size" in text or "must match the size of tensor" in text:
                 return RuntimeError(
-                    f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention's heads, so "
-                    "q, k and v are narrower than the module's input. Do not hard-code the width: use "
+                    f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention layer's "
+                    "heads, so q, k and v are narrower than the module's input. Do not hard-code the width: use "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
                     "count this process's heads) and y.reshape(batch, length, -1) after it; or leave the layer out "
                     "with plan={...}."
