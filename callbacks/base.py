@@ -261,7 +261,10 @@ class Callback:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last validation batch of all loaders. Values logged here are added to the epoch's metrics."""
+        """Called after the last validation batch of all loaders.
+
+        Values logged here are added to the epoch's metrics.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

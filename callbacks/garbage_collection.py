@@ -159,9 +159,7 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit is
-        running.
-        """
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit runs."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()
