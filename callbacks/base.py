@@ -223,8 +223,8 @@ class Callback:
 
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is detached: scalar, shape (), not divided by
         ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already cleared, so
-        read them in ``on_before_optimizer_step``. Must not wait for the device, because that would slow down every
-        step.
+        read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would slow down
+        every step.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
@@ -242,9 +242,10 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
-        Gradients are unscaled, complete and averaged across ranks. Read or change gradients (norms, noise) here. With a
-        sharded model, each rank sees its own shard. If automatic optimization steps several optimizers, ``optimizer``
-        represents all of them and lists them in ``optimizer.optimizers``; so it does in :meth:`on_before_zero_grad`.
+        Gradients are unscaled, complete and averaged across ranks. Read or change gradients here, for example to log
+        norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps several
+        optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same holds for
+        :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
@@ -260,7 +261,10 @@ class Callback:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last validation batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last validation batch of all loaders.
+
+        Values logged here are added to the epoch's metrics.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -288,7 +292,7 @@ class Callback:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last test batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last test batch of all loaders. Values logged here are added to the epoch's metrics."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -360,7 +364,7 @@ class Callback:
         """
 
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
-        """Return the batches per optimizer step in ``epoch`` (0-based), or None if this callback does not set them.
+        """Return the number of batches per optimizer step in ``epoch`` (0-based); None by default.
 
         A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
         before training.
@@ -368,15 +372,15 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback :meth:`has_saved`.
+        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback has saved the step.
 
         May save a checkpoint.
         """
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this callback saved ``step`` in a file to resume from.
+        """Return True if this callback saved ``step`` in a file that a fit can resume from.
 
-        With ``weights``, a file that holds only the weights counts too.
+        If ``weights`` is True, a file that holds only the weights counts too.
         """
         return False
 
@@ -409,8 +413,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that holds
-    a default method, whether of this object or of another one.
+    A value of None, on the class or on the instance, means "not overridden". The same holds for an instance attribute
+    that is a default method, of this object or of another one.
 
     Args:
         owner: a callback, module, DataModule or any other object.
@@ -430,7 +434,7 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
 
 
 def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
-    """Like :func:`overridden`, but a wrapper (``functools.wraps``) around the default method does not count."""
+    """Like :func:`overridden`, but return None for a wrapper (``functools.wraps``) around the default method."""
     method = overridden(owner, name, base)
     inner = method and unwrap(method)
     return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method

@@ -136,16 +136,16 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False where nothing is ever saved: in trial runs, in the sanity check and before the first step."""
+        """Return False if nothing may be saved: in trial runs, in sanity checks and before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it ranks, then write ``last``, and notify the loggers.
+        """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
             ranked: whether to write a ranked file; False writes only ``last``.
-            scored: whether the monitored metric was computed with these weights.
+            scored: whether the monitored metric was computed with the current weights.
             background: if True, follow ``async_save``; if False, wait until the files are on disk.
         """
         ranked = ranked and self.save_top_k != 0
@@ -189,7 +189,7 @@ class CheckpointKeeper(Checkpoint):
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this step was saved in a file to resume from or, with ``weights``, in any file."""
+        """Return True if this step was saved in a file that a fit can resume from or, with ``weights``, in any file."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
@@ -225,7 +225,7 @@ class CheckpointKeeper(Checkpoint):
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
-        """Add a file to the ranking and remove the files that it replaces."""
+        """Add a file to the ranking and drop the files that it replaces from it."""
         if self.monitor is None:
             self.best_model_path = path
             return
@@ -365,7 +365,7 @@ class CheckpointKeeper(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint.
+        """Fill in the file name template and return the checkpoint's path.
 
         Args:
             metrics: the values that the template may use.
@@ -497,10 +497,10 @@ class CheckpointKeeper(Checkpoint):
             messages.info(f"These checkpoints of this run no longer exist: {messages.names(lost, last='and')}.")
 
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
-        """Continue as the run that wrote these files.
+        """Continue to manage the resumed run's files.
 
-        Files that the run had no time to delete are deleted now. Files that it wrote after the checkpoint that this
-        fit resumes from are deleted at the next save, and so is that checkpoint if it is not ranked.
+        Files that the resumed run had no time to delete are deleted now. The next save deletes the files that were
+        written after the checkpoint that this fit resumes from, and also that checkpoint if it is not ranked.
         """
         start, files = storage.absolute(trainer.ckpt_path or ""), self._files
         files.line = state.get("line") or files.line

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Log device statistics after a training step, whenever the trainer logs step values.
 
-    On CUDA these are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and reserved,
-    their peaks, retries, out-of-memory errors), on MPS the allocated memory, and on a CPU the machine's load and memory
-    and this process's memory. Reading them does not wait for the device. Names look like
+    On CUDA, the statistics are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and
+    reserved, their peaks, retries, out-of-memory errors); on MPS, the allocated memory; and on a CPU, the machine's
+    load and memory and this process's memory. Reading them does not wait for the device. Names look like
     ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak``.
 
     Args:
@@ -31,7 +31,7 @@ class DeviceStatsMonitor(Callback):
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
-        ModuleNotFoundError: ``cpu_stats=True`` without psutil.
+        ModuleNotFoundError: if ``cpu_stats=True`` and psutil is not installed.
     """
 
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:

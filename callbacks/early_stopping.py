@@ -48,14 +48,14 @@ class EarlyStopping(Callback):
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). If None,
             check after each validation if an epoch has several or not every epoch has one, else after each epoch.
-        log_rank_zero_only: if True, only rank 0 writes these messages; if False, every process does.
+        log_rank_zero_only: if True, only rank 0 prints this callback's messages; if False, every process does.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: the best value so far, scalar, shape ().
         stopped_epoch: epoch (0-based) in which this callback stopped training; 0 if it did not.
         stopping_reason: an :class:`EarlyStoppingReason`.
-        stopping_reason_message: the reason in words, or None.
+        stopping_reason_message: the reason in words; None if this callback did not stop training.
     """
 
     monitors_metrics = True
@@ -188,7 +188,10 @@ class EarlyStopping(Callback):
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:
             raise ValueError(text)
-        messages.warn_once(f"{text} EarlyStopping checks nothing until then.", key=f"EarlyStopping {self.monitor}")
+        messages.warn_once(
+            f"{text} EarlyStopping checks nothing until {self.monitor!r} is logged.",
+            key=f"EarlyStopping {self.monitor}",
+        )
         return None
 
     def _better(self, value: Tensor, than: float | Tensor) -> bool:
@@ -274,9 +277,9 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool = True) -> str:
-    """Return the error message for a monitored metric that was not logged: what was logged, and how to fix it.
+    """Return the error message for a monitored metric that was not logged. It lists what was logged and suggests a fix.
 
-    ``validates``: whether the fit has a validation. Without one, the metric is probably logged in validation hooks.
+    ``validates``: whether the fit runs validation. If not, the metric is probably logged in validation hooks.
     """
     logged = sorted(logged)
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."

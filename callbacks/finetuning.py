@@ -131,8 +131,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Pass only the parameters that train from the start to the optimizer: [p for p "
-                "in self.parameters() if p.requires_grad]."
+                "stay in their groups. Give the optimizer only the parameters that are trainable from the start: [p "
+                "for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -201,14 +201,15 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but {module}."
-                f"configure_optimizers returned {optimizers}. Resume with the module that wrote the checkpoint."
+                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but "
+                f"{module}.configure_optimizers returned {optimizers}. Resume with the module that the checkpoint was "
+                "saved from."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]
         if missing:
             raise RuntimeError(
                 f"The checkpoint's {type(self).__name__} added {len(missing)} parameters that {module} does not have "
-                f"({messages.names(missing[:3], 'and')}). Resume with the module that wrote the checkpoint."
+                f"({messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint was saved from."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -294,8 +295,8 @@ def double(epoch: int) -> float:
 class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
 
-    The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers that hold the
-    parameters that train from the start. The first optimizer trains the backbone.
+    The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers for the
+    parameters that are trainable from the start. The first optimizer trains the backbone.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (0-based) in which the backbone trains.
@@ -304,7 +305,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the first group's.
         backbone_initial_lr: the backbone's initial learning rate.
         should_align: once the backbone's learning rate reaches the first group's, keep the two equal.
-        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass only one of the three.
+        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass at most one of the three
+            learning rate arguments.
         train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. If False,
             they stay frozen throughout.
         verbose: report the learning rates at the start of each epoch.
@@ -365,8 +367,9 @@ class BackboneFinetuning(BaseFinetuning):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.optimizers:
             raise ValueError(
-                f"{type(self).__name__} adds the backbone to an optimizer, but {type(pl_module).__name__}."
-                "configure_optimizers returned no optimizer. Return one with the parameters that train from the start."
+                f"{type(self).__name__} adds the backbone to an optimizer, but "
+                f"{type(pl_module).__name__}.configure_optimizers returned no optimizer. Return one with the "
+                "parameters that are trainable from the start."
             )
         super().on_fit_start(trainer, pl_module)
 

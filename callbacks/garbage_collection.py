@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MOST_UNSEEN = 100_000
 #: One in this many collections may scan all objects that are not frozen.
 FULL_EVERY = 10
-#: A full scan runs if the new objects exceed this fraction of those left by the last one, which is also Python's rule.
+#: A full scan runs if new objects exceed this fraction of those that the last full scan left; Python uses the same
+#: rule.
 GROWTH = 0.25
 
 
@@ -26,13 +27,13 @@ class GarbageCollection(Callback):
     """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
-    example, a dataset stored as a list), a full scan takes a good part of a second. With several processes, the other
-    ranks wait for the scanning rank at the next gradient reduction. Each rank pauses at different steps, so the pauses
-    add up. With this callback, all ranks pause at the same time. After the first step, all existing objects are frozen,
-    so no collection scans them again.
+    example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
+    other ranks wait for the scanning rank at the next gradient reduction. Each rank pauses at different steps, so the
+    pauses add up. With this callback, all ranks pause at the same time. After the first step, all existing objects are
+    frozen, so no collection scans them again.
 
-    During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, even by an
-    exception or a signal, the collector's settings are restored and the objects are unfrozen.
+    During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, even
+    because of an exception or a signal, the collector's settings are restored and the objects are unfrozen.
 
     Objects in reference cycles, and the tensors they hold, live longer: up to ``every_n_steps`` steps, or, if they
     survive a collection, until the next full one. A frozen object is freed as usual when its last reference is gone; if
@@ -99,7 +100,10 @@ class GarbageCollection(Callback):
         self._clear()
 
     def _due(self, updates: int) -> None:
-        """Collect; the first call, before the batch after the first step, freezes objects and starts the counting."""
+        """Run a collection.
+
+        The first call, before the batch after the first step, freezes objects and starts the regular collections.
+        """
         every = self.every_n_steps
         self._next = float("inf") if every is None else (updates // every + 1) * every
         if not self._begun:

@@ -18,7 +18,7 @@ class GradientAccumulationScheduler(Callback):
 
     Args:
         scheduling: maps an epoch (0-based) to the number of batches per optimizer step from that epoch on. Before the
-            first epoch in it, the number is 1.
+            first epoch in the dict, the number is 1.
 
     Raises:
         ValueError: when the run starts, if ``Trainer(accumulate_grad_batches=)`` is set too.

@@ -24,10 +24,10 @@ _LONGEST_PAUSE_SECONDS = 10.0
 class HangDetector(Callback):
     """Stop a run whose counters stop changing, and print every rank's step, phase and stacks to standard error.
 
-    A thread on each rank compares the counters, so there is no cost per batch. Any of these counts as progress: a
-    training or evaluation batch, an optimizer step, a new stage or epoch, a passed step boundary. Anything else does
+    A thread on each rank compares the counters, so there is no cost per batch. A training or evaluation
+    batch, an optimizer step, a new stage or epoch, and a passed step boundary count as progress. Other operations do
     not: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a timeout well above the
-    longest of these. A rank that is in compiled code that holds the GIL cannot answer; the report says so, and the
+    longest of these operations. A rank inside native code that holds the GIL cannot answer. The report says so, and the
     launcher stops the rank.
 
     Args:
@@ -95,4 +95,4 @@ def _mark(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def _told(rank: int, report: str) -> str:
-    return f"Rank {rank}: {report or 'does not answer (it has exited, or compiled code holds its GIL)'}"
+    return f"Rank {rank}: {report or 'does not answer (it has exited, or native code holds its GIL)'}"

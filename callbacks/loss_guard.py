@@ -72,7 +72,7 @@ class LossGuard(Callback):
         max_events: number of bad batches to allow; one more stops the run with an error. None means no limit.
 
     Attributes:
-        batches: step, loss and running mean (None before the first good loss) of each bad batch, by epoch and batch
+        batches: step, loss and running mean (None if there was no good loss yet) of each bad batch, by epoch and batch
             index.
         left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
 
@@ -121,7 +121,7 @@ class LossGuard(Callback):
 
     @property
     def running_mean(self) -> float | None:
-        """The mean of the last good losses; None before the first good loss."""
+        """The mean of the last good losses; None if there has been no good loss yet."""
         return math.fsum(self._good) / len(self._good) if self._good else None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -282,7 +282,8 @@ class _WayBack:
     def begin(self, trainer: Trainer) -> None:
         """Record where the fit starts (``trainer.ckpt_path``).
 
-        Existing files count as the fit's own only if they led to its start, so none do if it starts at step 0.
+        Of the checkpoints that already exist, only those saved up to the fit's starting point count as its own; none do
+        if it starts at step 0.
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
@@ -328,8 +329,8 @@ class _WayBack:
                 "files (save_top_k=-1), and check the learning rate and the gradients."
             )
         return (
-            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and not only the "
-            "weights, or use action='skip'."
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and save the full "
+            "state, or use action='skip'."
         )
 
     def _own(self, trainer: Trainer) -> list[_Saved]:
@@ -376,7 +377,10 @@ class _Before:
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def learn(self) -> None:
-        """After the first good step, find which buffers a step changes. They are compared once, on the device."""
+        """After the first good step, find which buffers a step changes.
+
+        The buffers are compared only once, on the device.
+        """
         if self.moving is None:
             self.moving = [buffer for buffer, copy in self.first if not torch.equal(buffer, copy)]
             self.first = []

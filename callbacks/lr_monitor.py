@@ -22,8 +22,8 @@ class LearningRateMonitor(Callback):
     """Log the learning rate of every optimizer, with or without a scheduler.
 
     Values are named ``lr-SGD``; a second optimizer of the same class is ``lr-SGD-1``, and parameter groups are
-    ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or use the group's ``"name"``). A ``name`` in a scheduler's configuration replaces
-    ``lr-SGD``.
+    ``lr-SGD/pg1``, ``lr-SGD/pg2`` (with the group's ``"name"`` in place of ``pg1``, if it has one). A ``name`` in a
+    scheduler's configuration replaces ``lr-SGD``.
 
     Args:
         logging_interval: ``"step"`` logs before an optimizer step whenever the trainer logs step values
@@ -36,8 +36,8 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         lrs: the learning rates logged so far, by full name.
-        last_momentum_values: the last logged momentum, by full name; None before the first.
-        last_weight_decay_values: the last logged weight decay, by full name; None before the first.
+        last_momentum_values: the last logged momentum, by full name; None if none has been logged yet.
+        last_weight_decay_values: the last logged weight decay, by full name; None if none has been logged yet.
 
     Other callbacks can monitor these values, because they are in ``trainer.callback_metrics``.
 

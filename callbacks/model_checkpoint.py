@@ -33,8 +33,9 @@ class ModelCheckpoint(CheckpointKeeper):
     instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
     ``fast_dev_run``.
 
-    *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept; with it,
-    the ``save_top_k`` best. NaN ranks last and is never ``best_model_path``. ``last`` is a separate, complete file.
+    *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
+    ``monitor``, the ``save_top_k`` best ones are kept. NaN ranks last and is never ``best_model_path``. ``last`` is a
+    separate, complete file.
 
     *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
     weights. The ranked file is therefore written after the next validation, with the metric of exactly these weights.
@@ -68,7 +69,7 @@ class ModelCheckpoint(CheckpointKeeper):
         auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3`` (True) or ``3`` (False). A
             ``/`` in an inserted name becomes ``_``; a ``/`` in the template creates a folder.
         every_n_train_steps: optimizer steps (``trainer.global_step``) between two saves.
-        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` takes.
+        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` accepts.
         every_n_epochs: epochs between two saves; 0 saves only ``last``.
         save_on_train_epoch_end: save after the training epoch (True) or after validation (False). If None, save after
             validation if an epoch has several validations or not every epoch has one, else after the epoch.
@@ -83,7 +84,7 @@ class ModelCheckpoint(CheckpointKeeper):
             background save may not have finished writing it yet.
         best_model_score: score of that file, scalar, shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
-        kth_best_model_path: the file that is replaced next; ``""`` while there are fewer than k files.
+        kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.
         kth_value: score of that file; plus or minus infinity while there are fewer than k files.
         last_model_path: the newest ``last`` file, or ``""``.
         current_score: the latest score, or None.
@@ -278,7 +279,9 @@ class ModelCheckpoint(CheckpointKeeper):
         text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
             if not self._monitor_is_validated:
-                messages.warn_once(f"{text} No file is ranked until then.", key=f"ModelCheckpoint {self.monitor}")
+                messages.warn_once(
+                    f"{text} No file is ranked until {self.monitor!r} is logged.", key=f"ModelCheckpoint {self.monitor}"
+                )
             return False
         if not self._epochs_ended:
             text += " If it is a metric of the full training epoch, set save_on_train_epoch_end=True."

@@ -49,16 +49,17 @@ class ModelPruning(Callback):
         apply_pruning: whether to prune at all, or a function of the epoch.
         make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
         use_lottery_ticket_hypothesis: after each pruning, reset the remaining weights to their values at the start of
-            training. A function of the epoch says after which prunings to do so.
-        resample_parameters: reset them to new random values instead, with the module's ``reset_parameters``.
+            training. Pass a function of the epoch to choose after which prunings to do so.
+        resample_parameters: reset the remaining weights to new random values instead, with the module's
+            ``reset_parameters``.
         pruning_dim: dimension of the rows or channels that a structured method removes.
-        pruning_norm: the ``n`` of ``"ln_structured"``.
+        pruning_norm: the order ``n`` of the norm that ``"ln_structured"`` uses.
         verbose: 1 prints the fraction of pruned weights after each pruning; 2 also prints it for each parameter.
         prune_on_train_epoch_end: prune at the end of training epochs (True) or at the end of validations (False).
 
     Raises:
         ValueError: if the arguments contradict each other.
-        TypeError: if ``pruning_fn`` is none of the above.
+        TypeError: if ``pruning_fn`` is of another type.
         RuntimeError: if the parameters are sharded.
     """
 

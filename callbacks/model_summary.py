@@ -98,7 +98,7 @@ class Summary:
         has_lazy_parameters: whether some parameters have no shape yet, so the totals are too small.
         shares_parameters: whether rows share parameters, so the rows add up to more than the total.
         total_flops: floating-point operations of a forward pass with the example input, or None.
-        has_sizes: whether the example input was run.
+        has_sizes: whether the forward pass ran with the example input, so that sizes are known.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; restore modes and random states afterwards."""
+    """Context manager that puts a module in eval mode and restores its modes and the random states afterwards."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module must not be compiled for the example's shapes.

@@ -193,7 +193,7 @@ class Bar:
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Continue after a pause (a validation), which is not counted in the speed."""
+        """Continue after a pause (such as validation) and exclude the pause from the speed."""
         self._at = now
 
     @property
@@ -292,7 +292,7 @@ class Surface(Protocol):
 
 
 class PlainLines(Surface):
-    """Occasional plain lines, for output that does not go to a terminal but to a file, a pipe or a batch system.
+    """Occasional plain lines, for output that goes to a file, a pipe or a batch system instead of a terminal.
 
     A line is written every ``seconds`` and at the end of each training epoch, validation, test and prediction. The
     lines contain no control characters.

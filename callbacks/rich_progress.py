@@ -73,8 +73,8 @@ class RichProgressBar(DrawnProgressBar):
     epoch leaves one line. Other output appears above the bars.
 
     Args:
-        refresh_rate: minimum number of batches between two drawings, of which there are at most ten a second. 0 shows
-            nothing.
+        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. Bars are drawn at most ten times
+            a second.
         leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
         theme: colors and formats.
         console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.

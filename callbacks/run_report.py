@@ -1,4 +1,4 @@
-"""Callback that writes a report page for each run: curves, speed, time split, checkpoints, settings and outcome."""
+"""Callback that writes a report page for each run: curves, speed, time breakdown, checkpoints, settings and outcome."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunReport(Callback):
     there was one. No logger is required.
 
     Only rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values are
-    logged. The host never waits for the device, so step times on a GPU are those seen by the host.
+    logged. The host never waits for the device, so step times on a GPU are times on the host's clock.
 
     Args:
         dirpath: the folder; None means the run's folder (``trainer.log_dir``).
@@ -83,7 +83,7 @@ class RunReport(Callback):
         self.add_split(profiler, seconds)
 
     def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
-        """Add another time split to the page, such as a profiler's times inside a step.
+        """Add another time breakdown to the page, such as a profiler's times inside a step.
 
         Args:
             source: name of the measurement; a later call with the same name replaces the earlier one.
@@ -239,11 +239,11 @@ class RunReport(Callback):
 
 
 def _check_split(source: str, seconds: Any) -> None:
-    """Raise unless ``seconds`` is a valid time split."""
+    """Raise unless ``seconds`` maps parts to valid times."""
     call = f"RunReport.add_split({source!r}, {seconds!r})"
     fix = "Pass the seconds of each part, such as {'forward': 1.2, 'backward': 2.3}."
     if not isinstance(seconds, Mapping):
-        raise TypeError(f"{call}: the split is {messages.a(seconds)}. {fix}")
+        raise TypeError(f"{call}: seconds is {messages.a(seconds)}, not a dict. {fix}")
     for part, value in seconds.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{call}: {part!r} is {messages.a(value)}, not a number. {fix}")

@@ -95,7 +95,8 @@ class Throughput:
         """Return the totals ``time``, ``batches``, ``samples`` and ``lengths``, and the rates once the window is full.
 
         The rates are ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``,
-        ``device/flops_per_sec`` and ``device/mfu``; for all devices together, ``batches_per_sec`` and so on.
+        ``device/flops_per_sec`` and ``device/mfu``. Rates for all devices together are named ``batches_per_sec`` and so
+        on.
 
         Args:
             partial: return rates from the second update on instead of waiting for a full window.
@@ -156,8 +157,8 @@ class ThroughputMonitor(Callback):
     logs step values; ``validate/...`` and ``test/...`` are logged once, at the end of the stage.
 
     Times come from the host's clock, read in each batch's hook. They include data loading, hooks and logging, but not
-    validation. The host never waits for a GPU. It runs ahead of the GPU by a bounded queue, so a window of many batches
-    shows the device's speed, but the first few batches of a run can look too fast.
+    validation. The host never waits for a GPU. Because it can get only a limited amount of work ahead of the GPU, a
+    window of many batches shows the device's speed, but the first few batches of a run can look too fast.
 
     To get ``flops_per_sec``, set ``flops_per_batch`` on your module: the floating-point operations of one batch on one
     device, forward and backward, which :func:`measure_flops` can count. On the devices listed in ``PEAK_FLOPS``,

@@ -30,7 +30,8 @@ class Timer(Callback):
     the limit.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None only measures.
+        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``). If None, the timer
+            only measures.
         interval: check the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
         verbose: report when the time is up.
         grace_seconds: stop this long before the end of ``duration``, to leave time for the current step, a validation
@@ -169,7 +170,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
         what: name of the argument, for error messages.
 
     Raises:
-        ValueError: if the string, a key or the sign is wrong.
+        ValueError: if the string is malformed, a key is unknown, or the duration is negative.
         TypeError: for other types.
     """
     if isinstance(value, str):

@@ -33,8 +33,8 @@ class TQDMProgressBar(DrawnProgressBar):
     change its result.
 
     Args:
-        refresh_rate: minimum number of batches between two drawings, of which there are at most ten a second. 0 shows
-            nothing. The environment variable ``TQDM_MINITERS`` can raise this number.
+        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. The environment variable
+            ``TQDM_MINITERS`` can raise this number. Bars are drawn at most ten times a second.
         process_position: number of lines to leave free above the bars, for runs that share a terminal.
         leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
 
@@ -152,7 +152,7 @@ def _miniters() -> int:
 
 
 def _tqdm_class() -> Any:
-    """Return the tqdm class for this output, without a monitoring thread and without speeds measured too early."""
+    """Return a tqdm class for this output that has no monitoring thread and does not measure speeds too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
@@ -244,7 +244,7 @@ class _Tqdm(Surface):
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
-    """Return the metrics that fit next to a bar of ten columns, because tqdm could cut off a value in the middle."""
+    """Return the metrics that fit next to a bar of ten columns; with more, tqdm could cut off a value in the middle."""
     texts, known = metric_texts(metrics), drawn.format_dict
     columns = known["ncols"]
     shown = ", ".join(texts)

@@ -75,7 +75,7 @@ class WeightAverage:
         self._groups = self._group()
 
     def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
-        """Group averages by type, device and dtype, with the places of their weights and whether to convert these.
+        """Group averages by type, device and dtype; list each group's weights and whether they must be converted.
 
         Sharded parameters are DTensors, and no operation accepts them together with plain buffers.
         """
@@ -113,7 +113,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Restore the weights that :meth:`show` kept. Can safely be repeated, even after an interruption."""
+        """Restore the weights that :meth:`show` kept. Safe to call again, even after an interruption."""
         if self.held is not None:
             for (owner, key), weight in zip(self._places, self.held, strict=True):
                 owner[key].copy_(weight)

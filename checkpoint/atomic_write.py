@@ -80,7 +80,7 @@ def take_place(temporary: Path, target: Location, new: bool = False) -> None:
 
 
 def _rename(temporary: Path, target: Path) -> None:
-    """Rename, replacing ``target``.
+    """Rename ``temporary`` to ``target``, replacing any existing file or folder.
 
     A file replaces a file in one step, with an ordinary rename. If one of them is a folder, the two swap names, which
     is a single step on Linux. On other systems, the old one is renamed first, and a crash right after that leaves it

@@ -15,7 +15,7 @@ from .snapshot import Buffers
 class CheckpointIO(ABC):
     """Base class for your own way of writing and reading checkpoints.
 
-    Strategies that write sharded checkpoints, as a folder to which each process writes its shards, do not use it.
+    Strategies that write sharded checkpoints (folders to which each process writes its shards) do not use this class.
     ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline checkpoint`` and
     ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
     """
@@ -57,7 +57,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Paceline's own format: one file with checksums that ``torch.load`` reads, written completely or not at all."""
+    """Paceline's own format: one file with checksums that ``torch.load`` can read, written completely or not at all."""
 
     in_background = None
 
@@ -69,8 +69,9 @@ class TorchCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise ValueError(
                 f"save_checkpoint does not support storage_options={storage_options!r}. Storage options come from the "
-                "environment and fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. "
-                "Leave the argument out, or pass a CheckpointIO that uses it in Trainer(plugins=[...])."
+                "environment and fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every process that "
+                "reads the checkpoint finds them. Leave the argument out, or pass a CheckpointIO that uses it in "
+                "Trainer(plugins=[...])."
             )
         single_file.write(checkpoint, path)
 

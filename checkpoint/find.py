@@ -70,7 +70,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """Return the newest checkpoint that a run can start from, and the newer ones that it cannot, with the reasons."""
+    """Return the newest checkpoint that a run can start from, and the reason for each newer one that it cannot use."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -169,7 +169,7 @@ def _savers(run: Run) -> list[Any]:
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
     """Return the folders that callbacks save to and, if one is (or will be) the default folder, earlier runs' folders.
 
-    This does not fix the folders of this run yet, because a resumed fit uses the logger folders of the run that it
+    This does not settle this run's own folders yet, because a resumed fit uses the logger folders of the run that it
     resumes.
     """
     root = run.trainer.default_root_dir

@@ -107,7 +107,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
 
 
 def _config(cls: type, values: Mapping[str, Any]) -> Any:
-    """Convert hyperparameters back to the OmegaConf config that they were."""
+    """Convert hyperparameters back to the OmegaConf config that they came from."""
     if not messages.is_installed("omegaconf"):
         needs = messages.missing("Loading them", "omegaconf")
         raise ModuleNotFoundError(f"The hyperparameters of this {cls.__name__} are an OmegaConf config. {needs}")
@@ -128,8 +128,9 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     if lacking and apart:
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
-            f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because that runs code named "
-            f"in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because unpickling can run "
+            f"code named in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, "
+            "weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"

@@ -1,4 +1,4 @@
-"""The loggers' positions when a checkpoint was written, so that a resumed run continues the logs from there."""
+"""Save the loggers' positions in checkpoints, so that a resumed run continues the logs from there."""
 
 from __future__ import annotations
 

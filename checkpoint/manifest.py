@@ -41,15 +41,16 @@ class Manifest:
         format: version of the checkpoint's layout.
         kind: ``"file"`` or ``"folder"``.
         weights_only: whether the checkpoint contains only weights, so that no fit can resume from it.
-        epoch: number of complete epochs, without the current one.
+        epoch: number of completed epochs, not counting the current one.
         global_step: number of optimizer steps.
         sequence: number of this save among those of its run and of earlier runs in the same folders; 0 outside a fit.
         monitor: name of the metric that ranked the checkpoint.
         score: value of that metric; None if there is none or it is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: the marks of the run that wrote the checkpoint.
-        line: mark of the callback that manages the checkpoint, kept by every run that resumes; empty if there is none.
+        runs: marks that identify the run that wrote the checkpoint, one for each callback that saves.
+        line: mark of the callback that manages the checkpoint, which stays the same when a run resumes; empty if no
+            callback manages the checkpoint.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """

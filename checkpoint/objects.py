@@ -22,7 +22,7 @@ _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects moved to the section, under their original places.
+    """Return the checkpoint with its objects pickled into a section of their own, keyed by their original places.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
@@ -65,7 +65,7 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:
-    """Return the places and types of the objects in a checkpoint; with ``within``, only those in that entry."""
+    """Return the places and types of a checkpoint's pickled objects; with ``within``, only of those in that entry."""
     start = f"{within}/" if within else ""
     section = checkpoint.get("paceline", {}).get(SECTION, {})
     return [f"{place.removeprefix(start)} ({one['type']})" for place, one in section.items() if place.startswith(start)]

@@ -53,7 +53,10 @@ class RunFiles:
         return [*([start] if start in leftovers else []), *self._later_than(start, depth)]
 
     def _later_than(self, path: str, depth: int) -> list[str]:
-        """Return the files of this line, up to ``depth`` folders down, that were saved after the one at ``path``."""
+        """Return the checkpoints from the same chain of runs that were saved after the one at ``path``.
+
+        The search goes up to ``depth`` folders down.
+        """
         start = _manifest(path)
         if start is None:
             return []

@@ -24,7 +24,7 @@ def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
     """Return the requested parts in the order of :data:`PARTS`.
 
     Raises:
-        ValueError: if a name is not that of a part.
+        ValueError: if a name is not one of :data:`PARTS`.
     """
     given = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in given:
@@ -90,7 +90,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """Return the second piece of advice, which helps only if names differ and shapes do not."""
+    """Return a second piece of advice if it helps: if all shapes match, so that only names can differ."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""

@@ -63,7 +63,7 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
 
 
 class _File(io.FileIO):
-    """An unbuffered file, because a process forked during a write could write the contents of a buffer a second time.
+    """An unbuffered file. A process forked during a write could write the contents of a buffer a second time.
 
     Data loader workers are such processes: they have a copy of this process's memory, and they close its files when
     they exit.

@@ -17,7 +17,7 @@ _LEAVES = (int, str, float, bool, bytes, type(None))
 
 
 class Buffers:
-    """Host memory for one snapshot, which every snapshot reuses. Buffers are reallocated only if the sizes change."""
+    """Host memory that every snapshot reuses. Buffers are reallocated only if the sizes change."""
 
     def __init__(self) -> None:
         self._kept: dict[_Kind, list[Tensor]] = {}

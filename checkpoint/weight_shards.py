@@ -103,7 +103,7 @@ def _bytes(state: Mapping[str, Any], names: list[str]) -> int:
 
 
 def _shards(groups: list[tuple[list[str], int]], limit: int) -> list[list[str]]:
-    """Distribute the groups over files of at most ``limit`` bytes; return the names in each file."""
+    """Distribute the groups across files of at most ``limit`` bytes; return the names in each file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for names, size in groups:

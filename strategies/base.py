@@ -161,7 +161,7 @@ class Strategy(Placement, Communication, State):
         """Start measuring how long gradient communication takes in this run."""
 
     def communication_seconds(self) -> dict[str, float] | None:
-        """Return the number of seconds spent communicating gradients so far.
+        """Return how much time has been spent communicating gradients so far, in seconds.
 
         Returns:
             A dict with ``all``, ``exposed`` (the part that did not overlap with backward) and the number of ``steps``;

@@ -262,7 +262,7 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
             f"Trainer(strategy={strategy!r}): Paceline only supports the devices that torch itself supports, not XLA "
-            "devices. Choose 'auto' to use the best device of this machine."
+            "devices. Choose 'auto' to use the best device on this machine."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
     raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))

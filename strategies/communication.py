@@ -115,7 +115,10 @@ class Communication:
         return tensor
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stack the tensors of all processes along a new first dimension. A single process gets its data unchanged."""
+        """Stack the tensors of all processes along a new first dimension.
+
+        If there is only one process, its data is returned unchanged.
+        """
         return data
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:

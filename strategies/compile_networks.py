@@ -12,7 +12,8 @@ from .. import messages
 from ..torch_private import COMPILED_CALL, compiler_of, inside_compiled, is_compiled, plain_call
 from .recompile_watch import watch_compiling
 
-#: What ``Trainer(compile=...)`` compiles: the networks that steps call, the training step, or that step as CUDA graph.
+#: What ``Trainer(compile=...)`` compiles: the networks that steps call, the training step, or that step as a CUDA
+#: graph.
 Scope = Literal["networks", "step", "graphs"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)

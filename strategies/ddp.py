@@ -58,15 +58,15 @@ class DDPStrategy(DistributedStrategy):
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        find_unused_parameters: look in each step for parameters that the loss does not depend on. If None, only under
-            manual optimization, where a loss rarely depends on all networks.
+        find_unused_parameters: look in each step for parameters that the loss does not depend on. If None, do so only
+            under manual optimization, where a loss rarely depends on all networks.
         ddp_comm_hook: how a bucket is reduced: a function from torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
         ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
         ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``, or ``"fp16"`` or
             ``"bf16"``.
-        model_averaging_period: with ``post_localSGD_hook``, average the parameters every this many steps
-            (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        model_averaging_period: with ``post_localSGD_hook``, the number of steps between two averagings of the
+            parameters (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
         **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
             ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """
@@ -170,10 +170,11 @@ class DDPStrategy(DistributedStrategy):
         self._reduced = []
 
     def _release(self, wrapped: Any) -> None:
-        """Take the hooks of a wrapper off the parameters; its forward then communicates nothing.
+        """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
 
-        A forward pass without a backward pass leaves the reducer waiting for gradients. It would reduce those of the
-        next wrapper too, on each rank until its garbage is collected there, and the ranks' collectives would not match.
+        After a forward pass without a backward pass, the old reducer still waits for gradients. On each rank, it would
+        also reduce the next wrapper's gradients until Python collects it as garbage. This happens at different times on
+        the ranks, so their collectives would not match.
         """
         self._communicate(False)
         wrapped.require_forward_param_sync = False

@@ -53,7 +53,7 @@ class ProcessOptions(TypedDict, total=False):
 
 
 def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorate a constructor with ``**options``: list the options in its signature, and reject any others.
+    """Decorator for a constructor with ``**options``: lists the options in its signature and rejects any others.
 
     Args:
         bases: the constructors that take the options.
@@ -155,7 +155,7 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes (one each) and the number of machines. This is called first."""
+        """Set the devices of this machine's processes (one each) and the number of machines. Called first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"

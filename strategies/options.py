@@ -26,7 +26,7 @@ class Options:
         mesh: arguments for ModelParallelStrategy; the product of the sizes is the number of processes.
         ddp: arguments for DDPStrategy.
         process_group: arguments for every multi-process strategy.
-        written: the text that the user wrote for each of these, for error messages.
+        written: the text that the user wrote for each group of arguments, for error messages.
     """
 
     fsdp: Mapping[str, Any] | None = None
@@ -51,12 +51,12 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Number of processes in the mesh; 1 without one."""
+        """Number of processes in the mesh; 1 if there is no mesh."""
         return math.prod((self.mesh or {}).get(argument, 1) for argument in SIZES.values())
 
     @property
     def wanted(self) -> str | None:
-        """The name of the strategy that these options need; None if any will do."""
+        """The name of the strategy that these options need; None if any strategy will do."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"

@@ -70,7 +70,7 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor of the same shape as ``own`` with its layout.
+    """Shard a full tensor with the layout of ``own`` if the two have the same shape.
 
     Other values are returned unchanged, so that ``load_state_dict`` reports them.
     """
@@ -98,7 +98,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Redistribute each gradient to its parameter's layout, because some layers leave a pending sum over processes."""
+    """Convert each gradient to its parameter's layout, because some layers leave a pending sum across processes."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:

@@ -21,14 +21,15 @@ def require_deepspeed(stage: int) -> None:
             "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"
         )
         raise ModuleNotFoundError(
-            f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
-            f"Without it, use strategy={instead}.",
+            "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run `pip install "
+            f"'deepspeed>=0.19'`, or use strategy={instead}.",
             name="deepspeed",
         )
     found = version("deepspeed")
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise RuntimeError(
-            f"DeepSpeedStrategy needs deepspeed 0.19 or newer, but {found} is installed: pip install 'deepspeed>=0.19'."
+            f"DeepSpeedStrategy needs deepspeed 0.19 or newer, but {found} is installed. Run `pip install "
+            "'deepspeed>=0.19'`."
         )
 
 

@@ -49,7 +49,10 @@ _UNSUPPORTED = (
 
 @dataclass
 class DeepSpeedSettings:
-    """The settings of ZeRO, documented in ``DeepSpeedPlugin``. None means not set."""
+    """The settings of ZeRO, documented in ``DeepSpeedPlugin``.
+
+    A field that is None is not set.
+    """
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -101,9 +104,9 @@ class DeepSpeedSettings:
         for name in _UNSUPPORTED:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can only "
-                    "clip, scale and save 16-bit and 32-bit tensors in memory, and does not support mixtures of "
-                    f"experts. Leave {name} out."
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can clip, "
+                    "scale and save only 16-bit and 32-bit tensors that are held in memory, and does not support "
+                    f"mixture-of-experts models. Leave {name} out."
                 )
         if not self.is_train_batch_min or self.zero3_init_flag:
             named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
@@ -121,8 +124,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline can only clip, scale and save tensors in "
-                    "memory. Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors that "
+                    "are held in memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -164,8 +167,8 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
-                f"{name} sets the device of {key} to 'nvme', but Paceline can only clip, scale and save tensors in "
-                'memory. Use "device": "cpu".'
+                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors that "
+                'are held in memory. Use "device": "cpu".'
             )
     return found
 
@@ -308,6 +311,6 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
-        f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
-        f'leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
+        f"The DeepSpeed configuration says {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
+        f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

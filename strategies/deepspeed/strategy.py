@@ -168,7 +168,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not self._groups:
             raise ValueError(
                 f"No parameter of {type(optimizer).__name__} requires gradients, so DeepSpeed has nothing to train. "
-                "Unfreeze some of them, or use strategy='ddp'."
+                "Unfreeze some parameters, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
         self._pieces = zero_partitions.pieces(self._engine.optimizer)

@@ -81,7 +81,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def lasting_gradients(zero: Any) -> list[Tensor]:
-    """Return those of the :func:`gradients` whose memory the next step reuses."""
+    """Return the :func:`gradients` whose memory the next step reuses."""
     return gradients(zero) if splits(zero) or offloads(zero) else []
 
 

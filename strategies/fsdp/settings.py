@@ -51,7 +51,10 @@ _OTHER_NAMES = {
 
 @dataclass
 class FSDPSettings:
-    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``. None means not set."""
+    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``.
+
+    A field that is None is not set.
+    """
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None

@@ -64,14 +64,14 @@ class FSDPStrategy(DistributedStrategy):
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        wrap: the modules to gather separately: ``"auto"`` (the repeated blocks), one or several classes or class names,
-            an int (modules with at least this many parameters), ``f(name, module) -> bool``, or None (only the root).
+        wrap: the modules to gather separately: ``"auto"`` (the repeated blocks), one or more classes or class names, an
+            int (modules with at least this many parameters), ``f(name, module) -> bool``, or None (only the root).
         sharding: ``"full"``, ``"grad_op"`` (keeps weights gathered from forward to backward, as in ZeRO-2) or
             ``"hybrid"`` (shards within a machine and replicates across machines).
         reshard_after_forward: the argument of ``fully_shard`` for the blocks; if None, ``sharding`` decides.
         mixed_precision: a ``MixedPrecisionPolicy`` to use instead of autocast.
         cpu_offload: True or a ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
-        activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or several
+        activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or more
             classes or class names, or ``f(name, module) -> bool``.
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that each copy is sharded across.
@@ -231,8 +231,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         elif any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(
-                f"{type(module).__name__} is already sharded, but some of its layers were created again without "
-                "memory. configure_model is called in every run, so make it return immediately if the layers exist."
+                f"{type(module).__name__} is already sharded, but some of its layers were recreated without memory. "
+                "configure_model is called in every run, so make it return immediately if the layers exist."
             )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import messages
 from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermost, repeated_elements
 
-#: One or several classes or class names, a number of parameters, ``f(name, module) -> bool``, or ``"auto"``.
+#: One or more classes or class names, a number of parameters, ``f(name, module) -> bool``, or ``"auto"``.
 Policy = Any
 
 
@@ -33,7 +33,7 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     tied = _tied_modules(root, found)
     if tied:
         messages.info_once(
-            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group, because modules with a tied "
+            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group, because modules that share a "
             "parameter must be gathered together."
         )
     return {name: module for name, module in found.items() if name not in tied}
@@ -42,8 +42,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    The policy is one or several classes or class names, ``f(name, module)`` or, with ``smallest``, a number of
-    parameters. ``argument`` is the name of the policy's argument, for error messages.
+    The policy is one or more classes or class names, ``f(name, module)`` or, with ``smallest``, a number of parameters.
+    ``argument`` is the name of the policy's argument, for error messages.
     """
     candidates = {
         name: module
@@ -82,8 +82,8 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     if callable(policy) and not isinstance(policy, nn.Module):
         return lambda name, module: bool(policy(name, module))
     raise TypeError(
-        f"FSDPStrategy: {argument}={policy!r} is {messages.a(policy)}. Pass one or several classes or class names, or "
-        "a function f(name, module) -> bool."
+        f"FSDPStrategy: {argument}={policy!r} is {messages.a(policy)}. Pass one or more classes or class names, or a "
+        "function f(name, module) -> bool."
     )
 
 
@@ -104,7 +104,7 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks.
 
-    Of the classes that occur at least twice in a container, they belong to the one with the most parameters.
+    Among the classes that occur at least twice in a container, the class with the most parameters is chosen.
     """
     outer = repeated_elements(root)
     kinds = {type(module) for module in of_repeated_classes(outer).values()}

@@ -25,7 +25,7 @@ class SplitSequences:
     """Runs a step on this process's part of each sequence of the batch.
 
     Process r of n gets the r-th of n successive parts. The keys and values of all parts are gathered before each
-    attention (as in Llama 3, Grattafiori et al., 2024), so the result is the same as for the full sequence.
+    attention operation (as in Llama 3, Grattafiori et al., 2024), so the result is the same as for the full sequence.
 
     Args:
         mesh: a 1-D mesh; sequences are split across its processes.

@@ -263,7 +263,10 @@ class Pipeline:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def _draw_seed(self) -> int:
-        """Draw a seed for a batch, the same on all stages, whose generators have the same state between batches."""
+        """Draw a seed for a batch.
+
+        All stages draw the same seed, because their generators have the same state between batches.
+        """
         if self._fresh:
             self._fresh = False
             torch.set_rng_state(self._from(0, torch.get_rng_state()))

@@ -284,8 +284,8 @@ class Left(BaseException):
 class _Mode(TorchFunctionMode):
     """Replaces values derived from weights with fake tensors before a stage's first block; the rest runs as written.
 
-    ``on`` says whether the step has not reached that block yet. After the block, ``seen`` receives the ids of the
-    parameters that the step uses.
+    ``on`` is True until the step reaches that block. After the block, ``seen`` receives the ids of the parameters that
+    the step uses.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
@@ -359,7 +359,10 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
-    """Return the names and sizes of the blocks: the children of the container that distributes the most parameters."""
+    """Return the names and sizes of the blocks.
+
+    The blocks are the children of the container that divides the most parameters among its children.
+    """
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
         sizes = [_size(child) for child in own_modules(container).values() if child is not None]

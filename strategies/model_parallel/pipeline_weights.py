@@ -28,8 +28,8 @@ class Weights:
     """The weights of a module that a pipeline runs.
 
     A process holds the weights of its stages' blocks and, at first, all weights outside the blocks. The first training
-    step shows which processes use the latter; the other processes then move them to the meta device. If several
-    processes use a weight (tied weights), its gradients are summed across these processes.
+    step shows which processes use the weights outside the blocks; the other processes then move these weights to the
+    meta device. If several processes use a weight (tied weights), its gradients are summed across these processes.
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
@@ -96,7 +96,7 @@ class Weights:
         return found
 
     def settle(self, use: list[int]) -> None:
-        """Process the combined :meth:`use` of all processes.
+        """Process the results of :meth:`use`, combined across all processes.
 
         In the first step, this also drops the weights that only other processes use.
         """

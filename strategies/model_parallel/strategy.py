@@ -1,4 +1,4 @@
-"""One model distributed over a mesh: split layers, pipeline stages, sharded and replicated parameters."""
+"""One model distributed across a mesh: split layers, pipeline stages, sharded and replicated parameters."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: number of process groups that hold successive layers.
         context_parallel: number of processes to split each sequence across.
         plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
-            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds attentions
-            with separate q, k and v and pairs of linear layers by their names and shapes. Each process then computes
-            some of an attention's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not
-            hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
+            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds attention
+            layers with separate q, k and v and pairs of linear layers by their names and shapes. Each process then
+            computes some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward``
+            must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
             Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
         context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for
@@ -284,8 +284,8 @@ class ModelParallelStrategy(FSDPStrategy):
         if size > 1 and isinstance(error, RuntimeError):
             if "is invalid for input of size" in text or "must match the size of tensor" in text:
                 return RuntimeError(
-                    f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention's heads, so "
-                    "q, k and v are narrower than the module's input. Do not hard-code the width: use "
+                    f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention layer's "
+                    "heads, so q, k and v are narrower than the module's input. Do not hard-code the width: use "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
                     "count this process's heads) and y.reshape(batch, length, -1) after it; or leave the layer out "
                     "with plan={...}."
@@ -362,7 +362,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return False for a hint that torch logs on every process: some tensors are split in two dimensions."""
+    """Return False for torch's hint, logged on every process, that some tensors are split in two dimensions."""
     return "sequential" not in str(record.msg)
 
 

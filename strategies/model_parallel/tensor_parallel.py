@@ -111,7 +111,7 @@ class Splitter:
         )
 
     def finish(self) -> None:
-        """Set the number of heads that each split attention computes in this process, and report the result."""
+        """Set the number of heads that each split attention layer computes in this process, and report the result."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
@@ -126,7 +126,9 @@ class Splitter:
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
     if not found.columns:
-        why = "; ".join(found.left) or "it has no attention with separate q, k and v, and no pair of linear layers"
+        why = (
+            "; ".join(found.left) or "it has no attention layer with separate q, k and v, and no pair of linear layers"
+        )
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
             "Pass plan={'layer name': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "

@@ -21,7 +21,7 @@ PROJECTIONS = {
 #: Possible names of the layer that joins an attention's heads.
 JOINS = ("o", "o_proj", "out_proj", "out", "wo", "w_o", "W_o", "Wo", "to_out", "out_lin", "out_linear", "output_proj",
          "proj", "c_proj", "dense", "output", "proj_out", "o_linear", "linear_o", "linear_out")  # fmt: skip
-#: Layer names of a small network: the layers that get its input, and the one that computes its output.
+#: Layer names of an MLP: the layers that get its input, and the one that computes its output.
 NETWORKS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -57,7 +57,7 @@ FEATUREWISE = (
 
 @dataclass
 class Attention:
-    """An attention whose heads can be split across processes."""
+    """An attention layer whose heads can be split across processes."""
 
     name: str
     projections: tuple[str, str, str]
@@ -86,19 +86,19 @@ class Found:
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
-    #: Modules that consist of one small network, found by its layer names.
+    #: Modules that consist of one MLP, found by its layer names.
     networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return True if a linear layer stores its weight as (inputs, outputs), as the first GPT does."""
+    """Return True if a linear layer stores its weight as (inputs, outputs), as GPT-2 in transformers does."""
     return type(layer).__name__ == "Conv1D" and getattr(layer, "nf", None) is not None
 
 
 def find(module: nn.Module, size: int, strict: bool = True) -> Found:
-    """Find attentions and small networks to split across ``size`` processes.
+    """Find attention layers and MLPs to split across ``size`` processes.
 
     If ``strict``, heads that cannot be split evenly raise an error.
     """
@@ -249,7 +249,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """Return the attention with the head counts from the module's attributes; None if it has no such attributes."""
+    """Describe the module as an attention layer with head counts from its attributes; None if it has none."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
@@ -329,7 +329,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Return True if no other child can need all hidden features, as a child with weights of that width could."""
+    """Return True if no other child can need all hidden features. A child with weights of that width could."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

@@ -22,7 +22,7 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 
 
 class Precision:
-    """The dtypes that a run computes in. This class is ``"32-true"``: all tensors keep the user's dtypes.
+    """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
     What happens in each step is decided when the run starts: :meth:`bind_forward` returns the step itself if it needs
     no context.
@@ -87,7 +87,10 @@ class Precision:
         return loss
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
-        """Return the current loss scale (or the next loss's), shape (); None unless several optimizers share one."""
+        """Return the loss scale that several optimizers share, shape (); None if no scale is shared.
+
+        This is the current scale or, with ``of_next_loss``, the next loss's scale.
+        """
         return None
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

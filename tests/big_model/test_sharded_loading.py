@@ -412,7 +412,7 @@ def test_building_the_model_again_in_a_later_run_is_an_error(folder: Path) -> No
         module = Language(folder)
         trainer = Trainer(strategy=FSDPStrategy(), **QUIET)
         trainer.fit(module, batches(1))
-        with pytest.raises(RuntimeError, match=r"created again without memory.*in every run"):
+        with pytest.raises(RuntimeError, match=r"recreated without memory.*in every run"):
             trainer.fit(module, batches(1))
 
     ranks(2, run)

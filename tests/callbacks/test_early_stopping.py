@@ -213,7 +213,7 @@ def test_without_strict_a_missing_monitor_is_warned_about_once() -> None:
 
 def test_a_metric_of_the_validation_may_come_later_than_the_first_check() -> None:
     stopping = EarlyStopping("score", check_on_train_epoch_end=True)
-    with pytest.warns(PacelineWarning, match="EarlyStopping checks nothing until then"):
+    with pytest.warns(PacelineWarning, match="EarlyStopping checks nothing until '.*' is logged"):
         fit(Scored(2.0), stopping, check_val_every_n_epoch=2, epochs=2, num_sanity_val_steps=0)
     assert stopping.best_score == 2.0
 

@@ -651,7 +651,7 @@ def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() ->
             self.blocks[0].attention = Fixed(WIDTH, 4)
 
     def run() -> None:
-        with pytest.raises(RuntimeError, match=r"computes 1/2 of an attention's heads.*self\.num_heads, -1"):
+        with pytest.raises(RuntimeError, match=r"computes 1/2 of an attention layer's heads.*self\.num_heads, -1"):
             trained("model_parallel", Model(), batches(1))
 
     ranks(2, run)
