@@ -179,7 +179,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
     """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
 
     A process is starting until it has joined the process group. This also covers a signal that stops this process
-    before it has started the others. It does not change the effect of signals.
+    before it has started the others. The effect of a signal does not change.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -209,7 +209,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes if users or schedulers send it to stop programs; None otherwise."""
+    """Return the signal that ended the processes, if it is one that users or schedulers stop programs with; or None."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -219,7 +219,7 @@ def _ended_by(error: BaseException) -> int | None:
 
 
 def note_joined() -> None:
-    """Record that this process has joined the others."""
+    """Record that this process has joined the process group."""
     if JOINED in os.environ:
         with suppress(OSError):
             Path(os.environ[JOINED]).touch()
@@ -246,8 +246,8 @@ def find_place(
 
     Args:
         num_nodes: number of machines.
-        node_rank: index of this machine; NODE_RANK if None. Only for several machines.
-        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
+        node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
+        address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
         names: the names that the user knows for address, port and node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
@@ -413,7 +413,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
+    """Pickle a value with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
     import torch
 
     try:

@@ -35,7 +35,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         seed: a number from 0 to 4294967295; if None, the environment variable ``PACELINE_GLOBAL_SEED`` or
             ``PL_GLOBAL_SEED`` is used, or else 0.
         workers: also seed data loader workers by rank. Within one process, torch already gives every worker its own
-            seed for ``random``, numpy and torch, derived from this one.
+            seed for ``random``, numpy and torch, derived from ``seed``.
         verbose: print the seed.
 
     Returns:
@@ -166,7 +166,7 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context manager that restores all random states on exit, regardless of the draws and seeds inside it.
+    """Context manager that restores all random states on exit, whatever was drawn or seeded inside it.
 
     Args:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).

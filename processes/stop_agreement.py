@@ -1,7 +1,7 @@
 """Agree on the step boundary where all ranks stop, after a signal, a time limit or a callback asked one rank to stop.
 
-Until a rank asks, the ranks exchange nothing. They use the process group's store, never a collective. Each rank answers
-once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
+Until a rank asks to stop, the ranks exchange nothing. They then use the process group's store, never a collective. Each
+rank answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for answers from the other ranks' threads: less than launchers wait before they kill ranks.
+#: How long a rank waits for answers from the other ranks' threads. Launchers wait longer before they kill ranks.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -64,7 +64,7 @@ class StopVote:
         run: the state that this rank's two threads share.
         rank: rank of this process.
         world_size: number of processes.
-        store: a store that all ranks share; no other run uses its keys.
+        store: a store that all ranks share, with keys that no other run uses.
     """
 
     def __init__(self, run: Run, rank: int, world_size: int, store: Any) -> None:
@@ -75,13 +75,13 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """Answer if a rank has asked. The listening thread calls this regularly."""
+        """Answer if a rank has asked to stop. The listening thread calls this regularly."""
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop, after asking the other ranks if none has asked yet.
+        """Decide where to stop. First asks the other ranks, if no rank has asked yet.
 
         The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
         whether this rank wants to end the training.
@@ -122,5 +122,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """Return the signal that ends the run on all ranks: the one that the lowest rank received; 0 if there is none."""
+    """Return the signal that ends the run on all ranks: the one that the lowest rank received, or 0 if none did."""
     return next((signum for signum in signums if signum), 0)

@@ -69,7 +69,7 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 
 
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
-    """Return the attributes and hyperparameters with the first of these names that exists."""
+    """Return the attributes and hyperparameters named ``asked`` or, if that is empty, by the first existing name."""
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:

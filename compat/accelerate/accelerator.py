@@ -13,7 +13,7 @@ from ...accelerator.nested_tensors import recursively_apply
 
 
 class _OfTheLast(type):
-    """Metaclass: ``GradientState()`` returns the newest Accelerator's; ``isinstance`` accepts any Accelerator's."""
+    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
 

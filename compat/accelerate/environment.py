@@ -44,7 +44,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the value of an environment variable."""
+    """Return the value of an environment variable, or ``default`` if it is not set."""
     return os.environ.get(key, str(default))
 
 
@@ -77,7 +77,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Context manager without any environment variables; variables set inside it are removed at the end."""
+    """Context manager in which the environment starts empty; variables set inside it are removed at the end."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -107,7 +107,7 @@ def purge_accelerate_environment(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that have been imported."""
+    """Return the given libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 

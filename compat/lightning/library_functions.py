@@ -233,7 +233,7 @@ class Interval(str, Enum):
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """Return what progress bars show for every run: the logger's version, or its last four characters if a string."""
+    """Return the values that every progress bar shows: the logger's version, cut to four characters if a string."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}
@@ -251,7 +251,7 @@ def multiplicative(epoch: int) -> float:
 
 
 def do_nothing_closure() -> None:
-    """Return None."""
+    """Do nothing and return None."""
 
 
 # lightning.pytorch.loggers
