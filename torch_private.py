@@ -134,7 +134,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
-    """Return the version of each module's layout in a ``state_dict``, by module.
+    """Return the version of each module's layout in a ``state_dict``, by module name.
 
     If torch removes this attribute, the mapping is empty, and each module reads its state as the oldest version.
     """
@@ -167,13 +167,13 @@ def load_own_tensors(
 #: The type that ``load_state_dict`` returns.
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
-#: The base class of all batch norms.
+#: The base class of all batch norm layers.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The base class of all convolutions.
+#: The base class of all convolution layers.
 Convolution = nn.modules.conv._ConvNd
 
-#: The base class of all dropouts.
+#: The base class of all dropout layers.
 Dropout = nn.modules.dropout._DropoutNd
 
 

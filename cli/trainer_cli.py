@@ -124,7 +124,8 @@ class TrainerCLI:
     Args:
         model_class: a TrainingModule class, or a function that returns an instance. If None, the user chooses a class
             with ``--model=Name``.
-        datamodule_class: the same for the DataModule. If None, the user may choose a class with ``--data=Name``.
+        datamodule_class: a DataModule class, or a function that returns an instance. If None, the user may choose a
+            class with ``--data=Name``.
         save_config_callback: class of the callback that saves the config in the run's folder. If None, the config is
             not saved.
         save_config_kwargs: additional arguments for that callback, after the parser and the config.

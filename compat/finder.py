@@ -112,7 +112,7 @@ class Alias(ModuleType):
         elif (value := package.fallback(name)) is UNKNOWN:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, but has "
-                f"nothing of that name.{messages.did_you_mean(name, list(self._targets))}"
+                f"nothing by that name.{messages.did_you_mean(name, list(self._targets))}"
             )
         vars(self)[name] = value
         return value
@@ -245,7 +245,7 @@ def install(package: Package) -> bool:
         if root in sys.modules:
             raise RuntimeError(
                 f"compat.install({package.name!r}) replaces {root} with Paceline, but the real {root} has already been "
-                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call it first: before "
+                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call compat.install first: before "
                 f"`import {root}`, and before importing libraries that use it."
             )
     early = [name for name in package.check_early if name in sys.modules]

@@ -179,7 +179,7 @@ class Watch:
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
         except RuntimeError:  # the rank that hosted the store has exited
             answers = None
-        return self._describe(json.loads(answers)) if answers is not None else "The places of the others are unknown."
+        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
 
     def _is_mine(self, question: int, store: Any) -> bool:
         """Return True if this rank is the first to ask this question."""

@@ -279,8 +279,8 @@ def find_place(
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise OSError(
-            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
-            "a name or address of machine 0 that the other machines can reach."
+            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set "
+            f"{address_name} to a name or address of machine 0 that the other machines can reach."
         ) from error
     return Place(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
@@ -437,7 +437,7 @@ def _refuse_definitions(work: _Work) -> None:
     if finder.found is not None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
-            f"{name} is defined in {where}, from where a fresh process cannot import it. Use strategy='ddp', "
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
             f"which forks this process here, or move {name} to a .py file and import it."
         )
 

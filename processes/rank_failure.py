@@ -239,7 +239,7 @@ class Failure:
             return f"{who} failed (exit status {self.status}) without an exception; its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, a crash in compiled code that was called here:\n{self.text.rstrip()}"
+            return f"{killed}, a crash in native code that was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
@@ -302,8 +302,9 @@ def signal_name(number: int) -> str:
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
         return (
-            ", probably by the system because memory ran out: check its log, and use smaller batches or fewer workers"
+            ", probably by the system because memory ran out: check the system log, and use smaller batches or fewer "
+            "workers"
         )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
-        return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
+        return ", a crash in native code: PYTHONFAULTHANDLER=1 shows where"
     return ""

@@ -31,7 +31,7 @@ def check_signals(given: Any) -> dict[int, str | None]:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"Trainer(signals={given!r}) does not map signals to actions. Pass a dict such as "
-            "{'SIGUSR2': 'stop'}, with 'stop', 'requeue' or None."
+            "{'SIGUSR2': 'stop'}, whose values are 'stop', 'requeue' or None."
         )
     found: dict[int, str | None] = {}
     for name, action in given.items():

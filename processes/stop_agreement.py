@@ -113,7 +113,7 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. They have exited, or compiled code is holding the GIL. Check their "
+                    f"{ANSWER_SECONDS:.0f} s. They have exited, or native code is holding the GIL. Check their "
                     "output."
                 )
             time.sleep(pause)

@@ -44,9 +44,9 @@ def refuse_strategy(run: Run, what: str) -> None:
 
 
 def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
-    """Prepare a separate run as an entry point would, call ``work`` with it, and restore everything afterwards.
+    """Prepare a separate run like an entry point, call ``work``, and restore the module, the data and the Trainer.
 
-    This restores the module, the data and the Trainer. A module that the strategy shards stays sharded, as after a fit.
+    A module that the strategy shards stays sharded, as after a fit.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)

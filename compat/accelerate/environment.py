@@ -60,8 +60,8 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
     for key, value in current_env.items():
         if any(sign in key + value for sign in ";\n<> "):
             messages.warn(
-                f"The variable {key}={value!r} contains ';', '<', '>', a space or a line break, which cannot be "
-                "written to the file, so the variable is left out. Set it in another way."
+                f"The variable {key}={value!r} contains ';', '<', '>', a space or a line break, so it cannot be "
+                "written as a KEY=value line and is left out. Set the variable in another way."
             )
         else:
             lines.append(f"{key}={value}\n")

@@ -1,4 +1,4 @@
-"""Lightning's exceptions. When Paceline replaces Lightning, its own errors are instances of them, too."""
+"""Lightning's exceptions. When Paceline replaces Lightning, Paceline's errors are instances of them, too."""
 
 from __future__ import annotations
 

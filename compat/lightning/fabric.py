@@ -440,7 +440,8 @@ class Fabric:
         if missing and strict:
             raise KeyError(
                 f"fabric.load({str(path)!r}): the file has no {messages.names(missing, last='and')}, only "
-                f"{messages.names(list(found), last='and')}. Leave these out of state, or pass strict=False."
+                f"{messages.names(list(found), last='and')}. Leave the missing entries out of state, or pass "
+                "strict=False."
             )
         for name in [name for name in state if name in found]:
             self._load_into(state, name, found.pop(name), strict)

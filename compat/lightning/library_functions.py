@@ -233,7 +233,7 @@ class Interval(str, Enum):
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """Return the values that every progress bar shows: the logger's version, cut to four characters if a string."""
+    """Return the values that every progress bar shows: the logger's version (if a string, its last four characters)."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}

@@ -267,7 +267,7 @@ class CallbackConnector(View):
 
 
 class AcceleratorConnector:
-    """``trainer._accelerator_connector``: the strategy and the plugins for a Trainer's arguments, or of a Trainer.
+    """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
     The arguments are those of the Trainer.
 
