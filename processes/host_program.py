@@ -69,8 +69,8 @@ _RUNNING = {
 class Facts:
     """Facts about this process that identify its host.
 
-    ``running`` has the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it has
-    none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
+    ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
+    has none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
     ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
     this process, and ``sweep`` whether this is a Hydra sweep.
     """

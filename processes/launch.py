@@ -179,7 +179,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
     """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
 
     A process is starting until it has joined the process group. This also covers a signal that stops this process
-    before it has started the others. The effect of a signal does not change.
+    before it has started the others. Signals keep their usual effect.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -209,7 +209,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes, if it is one that users or schedulers stop programs with; or None."""
+    """Return the signal that ended the processes; None if it is not one that users or schedulers send."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))

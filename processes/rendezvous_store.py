@@ -1,4 +1,4 @@
-"""The store through which the processes of one start attempt find each other, without leftovers from an earlier one.
+"""The store through which the processes of one launch attempt find each other, without leftovers from an earlier one.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable

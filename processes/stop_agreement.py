@@ -50,15 +50,15 @@ class Stop:
 class StopVote:
     """Lets all ranks of one run agree on where to stop.
 
-    This is why all ranks stop at the same boundary S, and why no rank waits forever. At boundary n the main thread
-    reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main thread answers n
-    and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers
-    ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n without seeing
-    ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the listening thread
-    read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks' listening threads
-    answer even while their main threads wait for this rank in a collective. If all main threads ask at the same
-    boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary or an earlier
-    one, and they stop exactly there.
+    The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n the
+    main thread reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main
+    thread answers n and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed``
+    and answers ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n
+    without seeing ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the
+    listening thread read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks'
+    listening threads answer even while their main threads wait for this rank in a collective. If all main threads ask
+    at the same boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary
+    or an earlier one, and they stop exactly there.
 
     Args:
         run: the state that this rank's two threads share.
