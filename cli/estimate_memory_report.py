@@ -44,7 +44,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Training:
-    """One estimate, and whether it fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
+    """One estimate, and whether the training fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
 
     estimate: MemoryEstimate
     fits: str

@@ -103,7 +103,7 @@ class Watch:
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """Return what each rank is doing, with its threads' stacks; an empty string for a rank that does not answer.
+        """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not answer.
 
         If several ranks ask at the same time, one rank gets the reports and the others get None once it has them. All
         ranks get None if the rank that hosted the store has exited.

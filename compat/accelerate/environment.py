@@ -151,7 +151,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(
-            f"No configuration file was found, such as {files.own_file()}. Run `paceline config` to create one."
+            f"No configuration file, such as {files.own_file()}, was found. Run `paceline config` to create one."
         )
     values = files.read_file(path).values
     return SimpleNamespace(**values, to_dict=lambda: dict(values))

@@ -112,7 +112,7 @@ class Fabric:
         if function is not None and not takes_fabric(function):
             raise TypeError(
                 f"fabric.launch({getattr(function, '__name__', function)}): the function is called with the Fabric as "
-                "its first argument, but it takes no arguments. Use def main(fabric): ..."
+                "its first argument, but it takes no arguments. Define it as def main(fabric): ..."
             )
         return self._launch(_with_fabric, function, args, kwargs)
 

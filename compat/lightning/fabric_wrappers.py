@@ -222,8 +222,8 @@ class FabricTrainer:
             raise AttributeError(name)
         if not hasattr(self._fabric, name):
             raise AttributeError(
-                f"self.trainer.{name} does not exist, because Fabric runs this module, not a Trainer. Use an attribute "
-                "of Fabric, or pass the value to the module."
+                f"self.trainer.{name} does not exist, because this module runs under Fabric, without a Trainer. Use an "
+                "attribute of Fabric, or pass the value to the module."
             )
         return getattr(self._fabric, name)
 

@@ -216,7 +216,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         usable.append(index)
     if num_devices > len(usable):
         raise RuntimeError(
-            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. Others may "
+            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. The others may "
             "be in exclusive use by other processes. Ask for fewer GPUs, or wait."
         )
     return usable

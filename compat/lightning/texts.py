@@ -83,7 +83,9 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     most = suggested_max_num_workers(trainer.num_devices)
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if workers and method == "spawn" and not loader.persistent_workers:
-        messages.warn(f"{name} spawns its workers for every epoch. DataLoader(persistent_workers=True) keeps them.")
+        messages.warn(
+            f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
+        )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
             f"{name} has {workers} workers, so loading may be slower than training. Raise its DataLoader's "
