@@ -76,7 +76,7 @@ def workers_of(iterator: Any) -> list[Any]:
 
 
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
-    """Shut down an iterator's worker processes, if it has any; persistent workers only with ``persistent``.
+    """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent``.
 
     If torch removes this method, nothing happens, and workers exit when their iterator is garbage-collected.
     """
@@ -89,10 +89,10 @@ def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
 #: The dict in which a module looks up its own parameters by name.
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
-#: The same for buffers.
+#: Like :data:`own_parameters`, but for buffers.
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
-#: The same for submodules. A submodule with several names appears several times.
+#: Like :data:`own_parameters`, but for submodules. A submodule with several names appears several times.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 #: The names of a module's own buffers that are not in its ``state_dict``.
@@ -116,8 +116,8 @@ def unscales_in_its_step(optimizer: Any) -> bool:
 
 
 #: The method behind ``.to()``, ``.cuda()`` and ``.half()``, which applies a function to all tensors. An attribute of
-#: this name on an object replaces it. If torch removes this method, converting dtypes raises AttributeError, and moving
-#: a model that a device map has spread is no longer refused.
+#: this name on an object replaces the method. If torch removes this method, converting dtypes raises AttributeError,
+#: and moving a model that a device map has spread is no longer refused.
 APPLY = "_apply"
 
 #: The method that runs when an uncompiled module is called: hooks and ``forward``.
@@ -134,7 +134,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
-    """Return the version of each module's layout in a ``state_dict``, by module.
+    """Return the version of each module's layout in a ``state_dict``, by module name.
 
     If torch removes this attribute, the mapping is empty, and each module reads its state as the oldest version.
     """
@@ -167,13 +167,13 @@ def load_own_tensors(
 #: The type that ``load_state_dict`` returns.
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
-#: The base class of all batch norms.
+#: The base class of all batch norm layers.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The base class of all convolutions.
+#: The base class of all convolution layers.
 Convolution = nn.modules.conv._ConvNd
 
-#: The base class of all dropouts.
+#: The base class of all dropout layers.
 Dropout = nn.modules.dropout._DropoutNd
 
 
@@ -224,7 +224,7 @@ read_number = torch.ops.aten._local_scalar_dense
 #: The operator of ``torch.unique``.
 find_unique = torch.ops.aten._unique2
 
-#: The operator for products of groups of matrices.
+#: The operator for grouped matrix products.
 grouped_mm = torch.ops.aten._grouped_mm
 
 #: Base class of context managers that intercept every operator.
@@ -239,7 +239,7 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 #: The class of tensors without values.
 FakeTensor = fake_tensor.FakeTensor
 
-#: The error raised when a program reads a value from such a tensor.
+#: The error raised when a program reads a value from a tensor without values.
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
@@ -247,7 +247,7 @@ DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
 def default_store() -> Any:
-    """Return the default process group's store of keys and values, which all ranks share."""
+    """Return the default process group's key-value store, which all ranks share."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
@@ -336,8 +336,8 @@ fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 #: Finishes a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`.
 finish_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
 
-#: Returns the function of a :func:`fsdp_state` that registers a tensor from which a backward pass will start, for a
-#: tensor that torch did not find in the module's output.
+#: Returns the method of an :data:`fsdp_state` that registers a tensor as the start of a backward pass. It is needed for
+#: tensors that torch does not find in the module's output.
 expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_register_pre_backward_hook")
 
 
@@ -399,7 +399,7 @@ def compiler_is_loaded() -> bool:
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """Return the function that compiles others with the options of a ``torch.compile(module)``; None for other objects.
+    """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
 
     If torch removes the class or its attribute, raises AttributeError. If torch moves the class to another module,
     returns None for every object.
@@ -450,7 +450,7 @@ def tracing_whole_steps() -> AbstractContextManager[Any]:
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return torch's error for a function that it cannot compile, and the one for a function compiled too often."""
+    """Return torch's error for a function that it cannot compile, and its error for one that it compiled too often."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
@@ -462,7 +462,7 @@ def keep_address(tensor: Tensor) -> None:
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Make torch's compiler trace an optimizer's collection of gradients like any other code.
+    """Make torch's compiler trace the code that collects an optimizer's gradients like any other code.
 
     By default, torch handles this code in a special way that needs gradients before the graph runs. If torch removes
     this attribute, nothing happens, and the special handling stays.
@@ -508,8 +508,8 @@ def is_of_scheduler(step: Any) -> bool:
 #: attribute, the inner schedulers are not found.
 INNER_SCHEDULERS = "_schedulers"
 
-#: The attribute with the learning rates that a scheduler has set last. If torch removes this attribute, the scheduler
-#: has no rate for parameters that are added to an optimizer later.
+#: The attribute with the learning rates that a scheduler set most recently. If torch removes this attribute, the
+#: scheduler has no rate for parameters that are added to an optimizer later.
 LAST_RATES = "_last_lr"
 
 #: A ``GradScaler``'s loss scale, shape (); None before the first loss.

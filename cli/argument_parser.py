@@ -88,7 +88,7 @@ class ArgumentParser(_Base):
         self.callback_keys: list[str] = []
         #: For each optimizer's argument name: its class (or the classes to choose from), and the argument it links to.
         self.optimizers: dict[str, tuple[Any, str]] = {}
-        #: The same for schedulers.
+        #: Like :attr:`optimizers`, but for schedulers.
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
         for room in _ROOMS:
             module = import_module(f"...{room}", __name__)

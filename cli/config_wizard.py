@@ -42,7 +42,7 @@ class Dialog:
                 raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
             if close[0] in unsupported:
                 raise ValueError(
-                    "is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another one."
+                    "is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another option."
                 )
             return close[0]
 

@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Size(tuple[int, int, bool]):
-    """A tensor's number of elements, bits per element, and whether it is floating-point, which allows conversion."""
+    """A tensor's number of elements, bits per element, and whether it is floating-point and so can be converted."""
 
     def bytes(self, bits: int | None = None) -> int:
         """Return the size in bytes. If ``bits`` is given, floating-point values are converted to that many bits."""
@@ -47,7 +47,7 @@ class Source:
         what: description of the model and where it was found.
         sizes: each tensor's size, by name.
         module: the module, built without allocating memory; None if there are only weight files.
-        batch: a batch for the module, also without memory; None if the module's input is unknown.
+        batch: a batch for the module, also built without allocating memory; None if the module's input is unknown.
         loss: ``loss(module, batch)``, if a factory returned such a function.
         notes: assumptions behind the estimate.
     """

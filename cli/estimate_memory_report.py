@@ -16,7 +16,7 @@ from ..estimate.memory_estimate import MemoryEstimate, estimate_strategies, larg
 from .estimate_memory_choices import DTYPES
 from .estimate_memory_model import Source, resized
 
-#: Fraction of a device's memory above which little room is left for what an estimate does not include.
+#: Fraction of a device's memory above which little room is left for memory that an estimate does not include.
 TIGHT = 0.9
 _MOST_PROCESSES = 1024
 
@@ -29,7 +29,7 @@ class Loading:
         dtype: name as in --dtypes.
         weights: size of all weights.
         largest_layer: size of the largest layer, which is never split between devices.
-        inference: peak memory of a forward pass on one device; only the weights if no batch is known.
+        inference: peak memory of a forward pass on one device; only the weights' size if no batch is known.
         offloaded: the same peak if weights are offloaded and loaded layer by layer.
         training: peak memory of training on one device; None if a model cannot be trained in this dtype.
     """
@@ -44,7 +44,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Training:
-    """One estimate, and whether it fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
+    """One estimate, and whether the training fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
 
     estimate: MemoryEstimate
     fits: str
@@ -108,7 +108,7 @@ class Machine:
 
     @classmethod
     def find(cls, asked: str | None) -> Machine:
-        """Return this machine, or one whose devices have ``asked`` memory."""
+        """Describe this machine or, if ``asked`` is given, a machine whose devices have that much memory each."""
         gpu = torch.cuda.is_available()
         kind = "cuda" if gpu else "cpu"
         if asked is not None:
@@ -129,7 +129,7 @@ class Machine:
 
 
 def examine(source: Source, arguments: Namespace) -> Report:
-    """Estimate the memory that a model needs, for the command's arguments."""
+    """Estimate the memory that a model needs with the command's arguments."""
     machine = Machine.find(arguments.device_memory)
     sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
     layer, _ = largest_layer(sizes)
@@ -276,7 +276,7 @@ class Verdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Double the number of processes until sharding the state among them makes it fit; None if it never does."""
+        """Double the number of processes until training fits with its state sharded; return None if it never does."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

@@ -125,7 +125,7 @@ def _line(script: Script, settings: Settings) -> str:
 
 
 def _pairs(text: str | None) -> dict[str, Any]:
-    """Parse ``"timeout=60,is_host=true"``."""
+    """Parse key=value pairs such as ``"timeout=60,is_host=true"``."""
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     wrong = next((key for key, equals, _ in pairs if not equals), None)
     if wrong is not None:

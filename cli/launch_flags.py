@@ -1,4 +1,4 @@
-"""The flags of ``paceline launch``: settings, flags that affect only the start, and unsupported flags."""
+"""The flags of ``paceline launch``: settings, flags that only affect how processes start, and unsupported flags."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def _setting(one: Setting) -> dict[str, Any]:
 
 
 def refuse(arguments: Namespace) -> None:
-    """Raise an error if the command line has a flag that Paceline does not support.
+    """Reject a command line with a flag that Paceline does not support.
 
     Raises:
-        ValueError: if it has one; the message says what to do instead.
+        ValueError: if there is such a flag; the message says what to do instead.
     """
     if getattr(arguments, "refused", None):
         raise ValueError(arguments.refused)

@@ -10,7 +10,7 @@ from .. import messages
 from ..report import history
 from ..report.history import History
 
-#: Sections for the terminal: each one's title and rows.
+#: Sections to print in the terminal: the title and the rows of each section.
 Parts = list[tuple[str, list[Any]]]
 
 _EPILOG = """\
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the page and print the main figures."""
+    """Write the page and print the most important numbers."""
     from ..report.run_page import write
 
     given = arguments.runs
@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _of_one(history: History) -> tuple[str, dict[str, Any], Parts]:
-    """Return a run's page, its main figures, and the sections to print in the terminal."""
+    """Return a run's page, its most important numbers, and the sections to print in the terminal."""
     from ..report import run_page
 
     last = {name: points[-1][1] for name, points in sorted(history.curves().items())}
@@ -70,7 +70,7 @@ def _of_one(history: History) -> tuple[str, dict[str, Any], Parts]:
 
 
 def _of_two(a: History, b: History) -> tuple[str, dict[str, Any], Parts]:
-    """Return the comparison page, the main figures, and the sections to print in the terminal."""
+    """Return the comparison page, the most important numbers, and the sections to print in the terminal."""
     from ..report import compare_runs
 
     differs, speed, last = compare_runs.differences(a, b), compare_runs.ratios(a, b), compare_runs.last_values(a, b)

@@ -57,7 +57,7 @@ def _told(error: Exception) -> int:
 
 
 def check_group(accelerator: Accelerator) -> Iterable[str]:
-    """Check that every process is in the group once and that no two processes share a GPU."""
+    """Check that every process is in the group exactly once and that no two processes share a GPU."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
         yield f"{asked} processes were started, but the group has {accelerator.num_processes}"

@@ -124,20 +124,21 @@ class TrainerCLI:
     Args:
         model_class: a TrainingModule class, or a function that returns an instance. If None, the user chooses a class
             with ``--model=Name``.
-        datamodule_class: the same for the DataModule. If None, the user may choose a class with ``--data=Name``.
+        datamodule_class: a DataModule class, or a function that returns an instance. If None, the user may choose a
+            class with ``--data=Name``.
         save_config_callback: class of the callback that saves the config in the run's folder. If None, the config is
             not saved.
         save_config_kwargs: additional arguments for that callback, after the parser and the config.
         trainer_class: the Trainer class, or a function that returns an instance.
         trainer_defaults: values that replace the defaults of Trainer arguments. Callbacks given here are added to the
             user's callbacks.
-        seed_everything_default: default value of ``--seed_everything``: a seed, or True for the seed that the
-            environment sets (0 if it sets none), or False for no seeding.
+        seed_everything_default: default value of ``--seed_everything``: a seed, True for the seed that the environment
+            sets (0 if it sets none), or False for no seeding.
         parser_kwargs: arguments for the parser or, under a subcommand's name, for that subcommand's parser.
         parser_class: class of the parser.
         subclass_mode_model: let the user choose a subclass of ``model_class``.
         subclass_mode_data: let the user choose a subclass of ``datamodule_class``.
-        args: the arguments to parse. If None, those of the command line.
+        args: the arguments to parse. If None, the command line's arguments are used.
         run: add subcommands and run the chosen one. If False, only create the objects.
         auto_configure_optimizers: let the user choose an optimizer and a scheduler, which then replace
             ``configure_optimizers``.
@@ -269,7 +270,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: ArgumentParser) -> None:
-        """Link each optimizer and scheduler that was added with ``link_to`` to that argument."""
+        """Link each optimizer and scheduler that was added with ``link_to`` to the argument named there."""
         for key, (chosen, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 make = None if isinstance(chosen, tuple) else partial(with_class_path, chosen)
@@ -385,9 +386,9 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result for the module's ``configure_optimizers`` if the user chose an optimizer.
+        """Build the return value of the module's ``configure_optimizers`` when the user has chosen an optimizer.
 
-        Override this to change that result.
+        Override this to change that value.
 
         Args:
             lightning_module: the module.
@@ -438,7 +439,7 @@ class TrainerCLI:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the Trainer method, after ``before_<subcommand>()`` and before ``after_<subcommand>()`` if defined."""
+        """Call ``before_<subcommand>()`` if defined, the Trainer method, and ``after_<subcommand>()`` if defined."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
@@ -489,13 +490,13 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and the scheduler when the Trainer needs them, because then the parameters are final."""
+    """Create the optimizer and scheduler when the Trainer needs them, because only then are the parameters final."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 
 
 def _automatic(registered: dict[str, tuple[Any, str]], kinds: Any) -> list[str]:
-    """Return the arguments whose classes ``configure_optimizers`` uses."""
+    """Return the names of the arguments whose classes ``configure_optimizers`` uses."""
     return [
         key
         for key, (chosen, link_to) in registered.items()

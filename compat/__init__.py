@@ -11,10 +11,10 @@ from .. import messages
 from . import finder
 
 PACKAGES = ("lightning", "accelerate")
-#: Environment variable that lists the packages to replace, separated by commas, in a process and its child processes.
+#: Environment variable with a comma-separated list of the packages to replace in a process and its child processes.
 VARIABLE = "PACELINE_STANDS_IN"
-#: Contains a folder for each package with modules of the same name, which install the replacement in Python processes
-#: that a program starts.
+#: This folder has a subfolder for each package. The modules in a subfolder have the package's names, and install the
+#: replacement in Python processes that a program starts.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 

@@ -48,13 +48,13 @@ class Package:
 
     Attributes:
         name: the name under which the package is imported.
-        version: the version that has these names; programs see it as the installed version.
+        version: the version of the package that has these names; programs see it as the installed version.
         modules: the names in each module, by the module's full name.
         constants: values for names that Paceline itself does not use.
         aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
         distributions: names that ``importlib.metadata`` finds installed.
-        fallback: function that returns the value for a name in no table, or UNKNOWN.
+        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN.
         on_import: called when the first module is imported.
         homepage: the homepage in the metadata.
         check_early: libraries that check only once, at import time, whether the package is installed.
@@ -112,7 +112,7 @@ class Alias(ModuleType):
         elif (value := package.fallback(name)) is UNKNOWN:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, but has "
-                f"nothing of that name.{messages.did_you_mean(name, list(self._targets))}"
+                f"nothing by that name.{messages.did_you_mean(name, list(self._targets))}"
             )
         vars(self)[name] = value
         return value
@@ -220,7 +220,7 @@ class _Placeholder(type):
 
 
 def placeholder(name: str, why: str) -> type:
-    """Create a class to use in ``isinstance`` or as a base class; calling it raises NotImplementedError.
+    """Create a class that works in ``isinstance`` and as a base class; calling it raises NotImplementedError.
 
     Args:
         name: the class's name, which Paceline does not have.
@@ -245,7 +245,7 @@ def install(package: Package) -> bool:
         if root in sys.modules:
             raise RuntimeError(
                 f"compat.install({package.name!r}) replaces {root} with Paceline, but the real {root} has already been "
-                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call it first: before "
+                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call compat.install first: before "
                 f"`import {root}`, and before importing libraries that use it."
             )
     early = [name for name in package.check_early if name in sys.modules]

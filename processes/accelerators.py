@@ -1,4 +1,4 @@
-"""Device kinds as objects that equal their names: ``CPUAccelerator() == "cpu"``."""
+"""Device kinds as objects that compare equal to their names: ``CPUAccelerator() == "cpu"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import devices
 
 
 class Accelerator(str):
-    """A kind of device. It equals its name and can be passed as ``Trainer(accelerator=...)``."""
+    """A kind of device. It compares equal to its name and can be passed as ``Trainer(accelerator=...)``."""
 
     name = ""
 

@@ -2,8 +2,9 @@
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
-:meth:`Cluster.export` sets torchrun's variables, so that later code only needs to know those. If only some of a
-launcher's variables are set, an error is raised; otherwise each process could believe that it is the only one.
+:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only torchrun's variables. If only
+some of a launcher's variables are set, an error is raised; otherwise each process could believe that it is the only
+one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
 
     Torchrun's variables are checked first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers
     that can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a
-    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; it must then match the launcher's value.
+    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; such a value must match the launcher's.
 
     Args:
         environ: the variables to read; this process's environment if None.
@@ -333,7 +334,7 @@ def _lsf_address(environ: Environment) -> str | None:
 
 
 def _either(environ: Environment, *names: str) -> str | None:
-    """Return the first of the names that is set."""
+    """Return the first of these variables that is set in the environment."""
     return next((name for name in names if environ.get(name)), None)
 
 

@@ -17,7 +17,7 @@ BIND = "PACELINE_BIND"
 
 
 def nodes(folder: Path = NODES) -> list[set[int]]:
-    """Return the cores of each NUMA node that this process may use; one set of all cores if the nodes are unknown."""
+    """Return the cores that this process may use, in one set per NUMA node; a single set if the nodes are unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return [set(range(os.cpu_count() or 1))]
     usable = os.sched_getaffinity(0)
@@ -38,14 +38,14 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """Return one process's cores: those of its NUMA node, or of several if there are more nodes than processes."""
+    """Return one process's cores: those of its NUMA node, or of several nodes if nodes outnumber processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])
 
 
 def bind() -> None:
-    """Bind this process to its share of the cores, if the launcher has requested that with :data:`BIND`."""
+    """Bind this process to its share of the cores, if the launcher requested it through :data:`BIND`."""
     folder = os.environ.get(BIND)
     if folder and hasattr(os, "sched_setaffinity"):
         rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -19,9 +19,10 @@ import torch
 
 #: Parameter numbers from glibc's malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: Minimum size in bytes of blocks that glibc gets from the kernel, not from the heap. It accepts no larger value.
+#: Minimum size in bytes of blocks that glibc gets from the kernel, not from the heap. glibc accepts no larger value.
 OWN_PAGES = 32 * 2**20
-#: Free bytes to keep at the end of the heap: the largest value that glibc accepts, and the largest that it chooses.
+#: Free bytes to keep at the end of the heap: the largest value that glibc accepts, and the largest that it chooses by
+#: itself.
 KEPT, KEPT_BY_ITSELF = 2**31 - 1, 2 * OWN_PAGES
 #: Environment variables that let users set these thresholds.
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")

@@ -32,7 +32,7 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
     """Return ``batch`` with its tensors on ``device`` and its floating-point tensors in ``dtype``, if given.
 
     This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
-    method; anything else is unchanged. Tensors that are already in place are not copied.
+    method; anything else is unchanged. Tensors that already have this device and dtype are not copied.
     """
     return _cached_mover(torch.device(device), dtype)(batch)
 
@@ -71,7 +71,7 @@ class Mover:
         self._handlers.update({tuple: self._tuple, list: self._list, dict: self._dict, Tensor: self._tensor})
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tensors in place."""
+        """Return the batch with its tensors on the device."""
         return self._handlers[type(batch)](batch)
 
     def _choose(self, kind: type) -> Callable[[Any], Any]:

@@ -70,7 +70,7 @@ def find_kind(accelerator: Any) -> Kind:
     if accelerator in ("tpu", "xla", "hpu"):
         raise ValueError(
             f"Trainer(accelerator={accelerator!r}): Paceline only supports the devices that torch itself supports "
-            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device of this "
+            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device on this "
             "machine."
         )
     if accelerator not in ACCELERATORS:

@@ -1,9 +1,9 @@
 """Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
-asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when one
-of the strategy's collectives has waited for a long time, or failed. The same thread answers when another rank wants the
-run to stop (see :mod:`.stop_agreement`).
+asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when it
+has waited in one of the strategy's collectives for a long time, or when a collective failed. The same thread answers
+when another rank wants the run to stop (see :mod:`.stop_agreement`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed"
 
 
 def poll_seconds(world_size: int) -> float:
-    """Return the seconds between checks for questions from other ranks: 1, or more if many ranks share the store."""
+    """Return the number of seconds between checks for other ranks' questions: 1, or more if there are many ranks."""
     return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
@@ -103,7 +103,7 @@ class Watch:
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """Return what each rank is doing, with its threads' stacks; an empty string for a rank that does not answer.
+        """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not answer.
 
         If several ranks ask at the same time, one rank gets the reports and the others get None once it has them. All
         ranks get None if the rank that hosted the store has exited.
@@ -122,7 +122,7 @@ class Watch:
             return None
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the thread that answers other ranks."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for an answer
@@ -156,7 +156,7 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Report that this rank is waiting, unless another rank has: one message is enough for all ranks."""
+        """Report that this rank is waiting, unless another rank already did: one message is enough for all ranks."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
@@ -179,7 +179,7 @@ class Watch:
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
         except RuntimeError:  # the rank that hosted the store has exited
             answers = None
-        return self._describe(json.loads(answers)) if answers is not None else "The places of the others are unknown."
+        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
 
     def _is_mine(self, question: int, store: Any) -> bool:
         """Return True if this rank is the first to ask this question."""

@@ -69,10 +69,10 @@ _RUNNING = {
 class Facts:
     """Facts about this process that identify its host.
 
-    ``running`` has the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it has
-    none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
-    ``frozen`` means packed by PyInstaller or a similar tool, ``worker`` means started by multiprocessing, and ``sweep``
-    means a Hydra sweep.
+    ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
+    has none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
+    ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
+    this process, and ``sweep`` whether this is a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()
@@ -167,7 +167,7 @@ def start_method_in(
 
 
 def fork_obstacle(devices_kind: str) -> str | None:
-    """Return why a fork of this process could not use the device; None if it could."""
+    """Return the reason why a fork of this process could not use the device; None if it could."""
     import torch
 
     if not hasattr(os, "fork"):
@@ -201,6 +201,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """Return IPython's shell, or None. This asks IPython, because a closed shell leaves traces in ``builtins``."""
+    """Return IPython's shell, or None. Asks IPython itself, because a closed shell leaves traces in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

@@ -10,13 +10,14 @@ import re
 import sys
 from typing import Any
 
-#: Suffix of the job's name, so that other ranks log to their own files; empty on rank 0, whose variable is set.
+#: Suffix of the job's name, so that all ranks but rank 0 log to their own files. On rank 0, it is empty, because
+#: :data:`_SET_FOR_RANK_ZERO` is set.
 _SUFFIX = "${oc.env:PACELINE_HYDRA_RANK_${oc.env:RANK},_rank${oc.env:RANK}}"
 _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Return True if this process runs a Hydra sweep: several jobs that each call a function in the program."""
+    """Return True if this process runs a Hydra sweep: several jobs, each of which calls a function in the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 

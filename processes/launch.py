@@ -179,7 +179,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
     """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
 
     A process is starting until it has joined the process group. This also covers a signal that stops this process
-    before it has started the others. It does not change the effect of signals.
+    before it has started the others. Signals keep their usual effect.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -209,7 +209,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes if users or schedulers send it to stop programs; None otherwise."""
+    """Return the signal that ended the processes; None if it is not one that users or schedulers send."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -219,7 +219,7 @@ def _ended_by(error: BaseException) -> int | None:
 
 
 def note_joined() -> None:
-    """Record that this process has joined the others."""
+    """Record that this process has joined the process group."""
     if JOINED in os.environ:
         with suppress(OSError):
             Path(os.environ[JOINED]).touch()
@@ -246,8 +246,8 @@ def find_place(
 
     Args:
         num_nodes: number of machines.
-        node_rank: index of this machine; NODE_RANK if None. Only for several machines.
-        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
+        node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
+        address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
         names: the names that the user knows for address, port and node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
@@ -279,8 +279,8 @@ def find_place(
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise OSError(
-            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
-            "a name or address of machine 0 that the other machines can reach."
+            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set "
+            f"{address_name} to a name or address of machine 0 that the other machines can reach."
         ) from error
     return Place(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
@@ -413,7 +413,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
+    """Pickle a value with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
     import torch
 
     try:
@@ -437,7 +437,7 @@ def _refuse_definitions(work: _Work) -> None:
     if finder.found is not None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
-            f"{name} is defined in {where}, from where a fresh process cannot import it. Use strategy='ddp', "
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
             f"which forks this process here, or move {name} to a .py file and import it."
         )
 

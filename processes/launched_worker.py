@@ -1,7 +1,7 @@
-"""The first code in a process started by ``paceline launch``: it binds to cores, reports failures and runs the script.
+"""The first code in a process started by ``paceline launch``: bind to cores, set up failure reports, run the script.
 
 The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This file
-does not import torch, so the script starts just as quickly.
+does not import torch, so the script starts as quickly as with plain ``python``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .cpu_affinity import bind
 from .rank_failure import register_failure_hook
 
 _ROOT = str(Path(__file__).absolute().parents[2])
-# Add this path only while the package is imported, so that no user's file is imported instead of a library.
+# This path is on sys.path only while the package is imported, so that no file in that folder shadows a library.
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
 sys.path.append({root!r})

@@ -39,7 +39,7 @@ def require_main_guard(who: str) -> None:
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """Return the statement that this process is running while it imports its parent's program; None if it is not."""
+    """Return the statement that this process is running while importing its parent's program; else None."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")
@@ -57,7 +57,7 @@ def _unguarded() -> tuple[str, int, str] | None:
 
 
 def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, int, str] | None:
-    """Return the file, line number and first line of the statement in ``main`` that led here."""
+    """Return the file, line number and first line of the statement in ``main`` that is currently running."""
     file = getattr(main, "__file__", None)
     if file is None:
         return None

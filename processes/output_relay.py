@@ -54,7 +54,7 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Relay the remaining output of the ranks, and close the pipes."""
+        """Relay the ranks' remaining output, and close the pipes."""
         os.close(self._ended)
         if self._pipes:
             self._thread.join()
@@ -69,7 +69,7 @@ class Relay:
     # ---- in a rank -------------------------------------------------------------------------------------------------
 
     def enter(self, rank: int) -> None:
-        """Called in a rank to redirect its output to its pipes. ``rank`` is the local rank."""
+        """Redirect this rank's output to its pipes. The rank itself calls this; ``rank`` is its local rank."""
         for index, pipes in enumerate(self._pipes):
             for reader, writer in pipes.values():
                 os.close(reader)
@@ -100,7 +100,7 @@ class Relay:
     # ---- in this process -------------------------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Relay output until the ranks have exited and the pipes are empty. Runs in the thread."""
+        """Relay output until the ranks have exited and the pipes are empty. Runs in the relay's thread."""
         receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
         with selectors.DefaultSelector() as selector:
             for reader in (*receivers, self._end):

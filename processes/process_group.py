@@ -44,8 +44,8 @@ def join(
 def leave() -> None:
     """Leave the process group; called when the process exits.
 
-    Waits for gloo's workers first. The last owner of the group, such as the reducer of a wrapped model, joins them
-    while it holds the GIL, which a worker may need to release its tensors.
+    Waits for gloo's worker threads first. Otherwise, the last owner of the group, such as a wrapped model's reducer,
+    would join these threads while it holds the GIL, which a worker may need to release its tensors.
     """
     global _room
     if _room is not None:
@@ -64,7 +64,7 @@ class _Room:
     groups: dict[timedelta, Any] = field(default_factory=dict)
 
     def is_open(self) -> bool:
-        """Whether the process group that this object was created for still exists."""
+        """Return True if the process group that this object was created for still exists."""
         try:
             return all(dist.get_process_group_ranks(group) for group in self.groups.values())
         except KeyError:
@@ -75,7 +75,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """Return the gloo group with this timeout, and the process group's watch.
+    """Return the gloo group with this timeout, and the process group's hang watch.
 
     Every rank creates both in its first run.
     """
@@ -91,22 +91,22 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Called when the process exits, because a torch thread that still needs Python would abort the process."""
+    """Stop the threads before the process exits, because a torch thread that still needs Python would abort it."""
     watch.close()
     wait_for_gloo()
 
 
 def wait_for_gloo(seconds: float = 10.0) -> None:
-    """Wait until all of gloo's worker threads are asleep and hold no Python object, for at most ``seconds``.
+    """Wait up to ``seconds`` for all of gloo's worker threads to be asleep and hold no Python object.
 
     A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that
-    Python has seen, it needs the GIL. If Python exits at that moment, it ends the worker inside a C++ destructor, which
-    aborts the process: "terminate called without an active exception". Destroying a group does not end its workers
-    while a strategy, a wrapped model or the user still holds the group.
+    Python has seen, it needs the GIL. If Python exits at that moment, it kills the worker inside a C++ destructor,
+    which aborts the process: "terminate called without an active exception". Destroying a group does not stop its
+    workers while a strategy, a wrapped model or the user still holds the group.
 
-    A worker that is waiting for the GIL gets it while this function sleeps. A worker that stays asleep all that time
-    has nothing to do, or is waiting for another process. Only Linux lists threads; on other systems, this function
-    returns quickly.
+    A worker that is waiting for the GIL gets it while this function sleeps. A worker that stays asleep even then has
+    nothing to do, or is waiting for another process. Only Linux lists threads; on other systems, this function returns
+    quickly.
     """
     deadline, before = time.monotonic() + seconds, None
     while ((asleep := _asleep()) is None or asleep != before) and time.monotonic() < deadline:

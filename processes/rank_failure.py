@@ -88,7 +88,7 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Write the stacks to ``file`` if compiled code crashes, because a crash raises no exception.
+    """Write the stack traces of all threads to ``file`` if native code crashes, because a crash raises no exception.
 
     This does not cover forks of this process, or code that enables faulthandler itself.
     """
@@ -156,7 +156,8 @@ def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
 
     A thread checks once per second. It sends SIGTERM, so that a step can finish, and kills the process after the time
     that torch elastic allows. Before the process group exists, there is no step to finish, and torch waits for the
-    other processes without letting threads run. During that time, the kernel kills the process (on Linux only).
+    other processes without letting threads run. During that time, the kernel kills the process if the launcher dies (on
+    Linux only).
 
     Args:
         agent: process id of the launcher.
@@ -209,7 +210,7 @@ class Failure:
         rank: rank of the process.
         exit_code: the process's exit status, or the negative number of the signal that killed it; None if unknown.
         moment: time of the failure in nanoseconds since the epoch.
-        text: the traceback, or the stacks if a signal killed the process; may be empty.
+        text: the traceback, or the stack traces if a signal killed the process; may be empty.
         summary: the traceback's last line; empty if the process raised no exception.
         interrupted: whether Ctrl-C stopped the process.
     """
@@ -238,11 +239,11 @@ class Failure:
             return f"{who} failed (exit status {self.status}) without an exception; its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, a crash in compiled code that was called here:\n{self.text.rstrip()}"
+            return f"{killed}, a crash in native code that was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
-        """Sort key: a failure of its own comes first, then a lost peer, then a signal to stop; then by time."""
+        """Sort key: failures with their own cause come first, then lost peers, then signals to stop; then by time."""
         code = self.exit_code or 0
         if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment
@@ -285,7 +286,7 @@ def _crash_signal(text: str) -> int:
 
 
 def _stack(text: str) -> str:
-    """Return the stacks of the threads, without Paceline's own threads and the frames below the user's work."""
+    """Return the threads' stack traces, without Paceline's threads and the frames that called the user's function."""
     threads = text.partition("\n\nExtension modules:")[0].split("\n\n")[1:]
     return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
@@ -301,8 +302,9 @@ def signal_name(number: int) -> str:
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
         return (
-            ", probably by the system because memory ran out: check its log, and use smaller batches or fewer workers"
+            ", probably by the system because memory ran out: check the system log, and use smaller batches or fewer "
+            "workers"
         )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
-        return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
+        return ", a crash in native code: PYTHONFAULTHANDLER=1 shows where"
     return ""

@@ -34,7 +34,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
-    """Create the rendezvous for torch elastic, with the same parameters as ``static``."""
+    """Create the rendezvous for torch elastic. It takes the same parameters as torch's ``static`` rendezvous."""
     address, _, port = parameters.endpoint.rpartition(":")
     rank, timeout = (parameters.get_as_int(name) for name in ("rank", "timeout"))
     return Rendezvous(address, int(port), rank or 0, parameters.max_nodes, parameters.run_id, timeout or 900)

@@ -1,4 +1,4 @@
-"""The store where the processes of one attempt find each other, without leftovers from an earlier attempt.
+"""The store through which the processes of one launch attempt find each other, without leftovers from an earlier one.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable
@@ -27,7 +27,7 @@ _MEETING = "paceline/meeting"
 
 
 def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
-    """Return the agent's store with a prefix for this attempt; None if no agent keeps a store across attempts.
+    """Return torchrun's store with a prefix for this attempt; None if torchrun keeps no store across attempts.
 
     Raises:
         RuntimeError: other ranks did not start within ``timeout``; the message names them.

@@ -35,7 +35,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         seed: a number from 0 to 4294967295; if None, the environment variable ``PACELINE_GLOBAL_SEED`` or
             ``PL_GLOBAL_SEED`` is used, or else 0.
         workers: also seed data loader workers by rank. Within one process, torch already gives every worker its own
-            seed for ``random``, numpy and torch, derived from this one.
+            seed for ``random``, numpy and torch, derived from ``seed``.
         verbose: print the seed.
 
     Returns:
@@ -152,7 +152,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     if missing:
         messages.warn_once(
             f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
-            "(not imported in this process, or different devices), so the random numbers will differ from those of "
+            "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
             "the saved run. Import numpy before fit, or use the same number of devices."
         )
 
@@ -166,7 +166,7 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context manager that restores all random states on exit, regardless of the draws and seeds inside it.
+    """Context manager that restores all random states on exit, whatever was drawn or seeded inside it.
 
     Args:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).

@@ -1,4 +1,4 @@
-"""Handle signals. A signal only sets a flag; the loop ends the run at the next boundary (:mod:`.stop_agreement`)."""
+"""Handle signals. A signal only sets a flag; the run ends at the next step boundary (see :mod:`.stop_agreement`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_signals(given: Any) -> dict[int, str | None]:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"Trainer(signals={given!r}) does not map signals to actions. Pass a dict such as "
-            "{'SIGUSR2': 'stop'}, with 'stop', 'requeue' or None."
+            "{'SIGUSR2': 'stop'}, whose values are 'stop', 'requeue' or None."
         )
     found: dict[int, str | None] = {}
     for name, action in given.items():
@@ -73,9 +73,9 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
     """Context manager that records the first of the ``wanted`` signals in ``state.signum``.
 
     The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts immediately, and so does
-    the first one if no step is running (during data preparation, or while a file is read). A checkpoint that the first
-    Ctrl-C triggered is still finished. A signal that arrives too late for the loop to act on it is raised again for the
-    previous handler. Outside the main thread, this does nothing, because Python delivers no signals there.
+    the first one if no step is running (during data preparation, or while a file is read). Even then, a checkpoint that
+    the first Ctrl-C triggered is completed. A signal that arrives too late for the loop to act on it is raised again
+    for the previous handler. Outside the main thread, this does nothing, because Python delivers no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

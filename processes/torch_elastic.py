@@ -32,7 +32,7 @@ class Place:
     """Says where the machines meet (an address and a port on machine 0) and which machine this is.
 
     Args:
-        port: 0 picks a free port; only on a single machine.
+        port: 0 picks a free port, which works only on a single machine.
         names: the names that the user knows for address, port and node rank, for error messages.
     """
 
@@ -50,7 +50,8 @@ class Options:
     Args:
         max_restarts: maximum number of times that all processes are restarted after a failure.
         monitor_interval: seconds between two checks of the processes.
-        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; no files if None.
+        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; if None, no files are
+            written.
         tee: streams to show in addition to writing them to ``log_dir``: ``"1"`` for output, ``"2"`` for errors,
             ``"3"`` for both, ``"0"`` for none, or by local rank, such as ``"0:1,1:2"``.
         role: name of the processes in the lines that ``tee`` shows.
@@ -84,7 +85,7 @@ def launch(
     """Start the processes and wait for them.
 
     Returns the failed processes by rank, and the signal that ended the wait, if any. The processes write their failures
-    to ``folder``; ``start_method`` applies if ``entrypoint`` is a function.
+    to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
 
     Raises:
         OSError: the machines or processes cannot find each other.
@@ -173,7 +174,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; say so and return None if that has no effect."""
+    """Return options that bind processes to their GPUs' NUMA nodes; if that has no effect, say so and return None."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

@@ -69,7 +69,10 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 
 
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
-    """Return the attributes and hyperparameters with the first of these names that exists."""
+    """Return the attributes and hyperparameters that hold a setting.
+
+    Looks for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
+    """
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:

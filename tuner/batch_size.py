@@ -152,7 +152,7 @@ class _Trials:
     """Tries sizes on all ranks.
 
     Trials do not reduce gradients across ranks, so no rank waits for one that ran out of memory. All ranks learn about
-    it after the trial.
+    the failure after the trial.
 
     Attributes:
         made: results so far.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
-#: Steps at the start in which the loss depends more on the batches than on the rate, so it cannot stop the test.
+#: Number of steps at the start during which the loss depends more on the batches than on the rate. In these steps, the
+#: loss cannot stop the test.
 _SETTLING = 10
 
 

@@ -33,7 +33,7 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore everything, random states last."""
+        """Restore everything. Random states are restored last."""
         for undo in self._undo:
             undo()
         if self._random is not None:

@@ -84,7 +84,7 @@ def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
 
 
 def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
-    """Evaluate on the first ``steps`` batches of each of a stage's loaders."""
+    """Evaluate on the first ``steps`` batches of each loader of a stage."""
     run.state.stage = RunningStage(kind)
     loop, metrics = EvalLoop(run, kind), run.metrics
     mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_dry(trainer: Trainer, what: str) -> bool:
-    """Return True in a dry run, and tell the user that it skips the search."""
+    """Return True in a dry run, and tell the user that the search is skipped."""
     if trainer.fast_dev_run:
         messages.info_once(f"{what} search is skipped in a dry run (fast_dev_run).")
     return bool(trainer.fast_dev_run)

@@ -91,9 +91,9 @@ class Tuner:
             early_stop_threshold: stop when the smoothed loss exceeds its lowest value so far by this factor; if None,
                 never stop early.
             update_attr: set the module's attribute to the suggested rate.
-            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``. By default, ``lr`` or
-                ``learning_rate``, an attribute or a hyperparameter of the module or the DataModule.
-            weights_only: accepted for compatibility.
+            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``. By default, the attribute or
+                hyperparameter ``lr`` or ``learning_rate`` of the module or the DataModule.
+            weights_only: accepted for compatibility, and ignored.
 
         Returns:
             The result, which contains no steps under ``fast_dev_run``.

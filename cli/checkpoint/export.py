@@ -57,7 +57,7 @@ def _without_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_safetensors(state: dict[str, Any], out: Location) -> None:
-    """Write the tensors of a ``state_dict``; a tensor with several names is written once.
+    """Write a ``state_dict``'s tensors to a file; a tensor with several names is written only once.
 
     The metadata lists the omitted names in a form that ``safetensors.torch.load_model`` understands.
     """

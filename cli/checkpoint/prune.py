@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
-    """Return the checkpoints to keep, each with the reason."""
+    """Return the checkpoints to keep, each with the reason for keeping it."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
     newest = sorted(own, key=_age, reverse=True)

@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
-    """Yield the checkpoints in and below a folder, sorted by folder and save number, or the one at ``path`` itself.
+    """Yield the checkpoints in and below a folder, sorted by folder and save number, or the checkpoint ``path``.
 
     Raises:
         FileNotFoundError: if ``path`` does not exist.
@@ -70,7 +70,7 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
 
 
 def the_one(path: str) -> Location:
-    """Return the checkpoint at a path. In a folder from ``Accelerator.save_state``, this is the state inside it."""
+    """Return the checkpoint at a path. For a folder from ``Accelerator.save_state``, return the state inside it."""
     where = location(path)
     inside = where / manifest.STATE
     return inside if inside.exists() else where

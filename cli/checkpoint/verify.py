@@ -1,4 +1,4 @@
-"""``paceline checkpoint verify``: verify every byte of checkpoints against their checksums."""
+"""``paceline checkpoint verify``: verify every byte of each checkpoint against its checksums."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .loaders import DataLoaderShard
 
 
 class _OfTheLast(type):
-    """Metaclass: ``GradientState()`` returns the newest Accelerator's; ``isinstance`` accepts any Accelerator's."""
+    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
 

@@ -134,7 +134,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Do nothing, because offloaded tensors are fetched to the device that runs them, tied or not."""
+    """Do nothing, because offloaded tensors, tied or not, are fetched to the device that uses them."""
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

@@ -44,7 +44,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the value of an environment variable."""
+    """Return the value of an environment variable, or ``default`` if it is not set."""
     return os.environ.get(key, str(default))
 
 
@@ -60,8 +60,8 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
     for key, value in current_env.items():
         if any(sign in key + value for sign in ";\n<> "):
             messages.warn(
-                f"The variable {key}={value!r} contains ';', '<', '>', a space or a line break, which cannot be "
-                "written to the file, so the variable is left out. Set it in another way."
+                f"The variable {key}={value!r} contains ';', '<', '>', a space or a line break, so it cannot be "
+                "written as a KEY=value line and is left out. Set the variable in another way."
             )
         else:
             lines.append(f"{key}={value}\n")
@@ -77,7 +77,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Context manager without any environment variables; variables set inside it are removed at the end."""
+    """Context manager in which the environment starts empty; variables set inside it are removed at the end."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -107,7 +107,7 @@ def purge_accelerate_environment(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that have been imported."""
+    """Return the given libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -151,7 +151,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(
-            f"No configuration file was found, such as {files.own_file()}. Run `paceline config` to create one."
+            f"No configuration file, such as {files.own_file()}, was found. Run `paceline config` to create one."
         )
     values = files.read_file(path).values
     return SimpleNamespace(**values, to_dict=lambda: dict(values))

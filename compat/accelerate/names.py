@@ -1,6 +1,6 @@
 """Paceline's replacement for each name in ``accelerate`` and its modules.
 
-Every module has all names, so a program finds ``set_seed`` in any module that it imports the name from.
+Every module exposes all names, so a program can import ``set_seed`` from any of them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _OTHER_PACKAGES = {
     "tensorboard": "tensorboard tensorboardX",
     "torchdata_stateful_dataloader": "torchdata",
 }
-#: Names for ``is_..._available`` that Paceline does not support, installed or not.
+#: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
+#: devices that they stand for.
 _NEVER = (
     "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
     "transformer_engine_mxfp8 xccl xpu"

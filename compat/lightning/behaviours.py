@@ -137,7 +137,7 @@ def _translate_errors() -> None:
 
 
 def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Raise for a checkpoint that has more epochs than the run may have; Lightning does."""
+    """Wrap ``say_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
 
     def say(loop: Any) -> None:
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
@@ -152,7 +152,7 @@ def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
-    """Warn about limits that ``overfit_batches`` replaces."""
+    """Wrap ``check`` to warn about limits that ``overfit_batches`` replaces."""
 
     def warn(overfit_batches: Any, **limits: Any) -> None:
         check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
@@ -186,7 +186,7 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
 
 
 def _same_state(state: Any, other: Any) -> bool:
-    """Return True if two states have the same kind of run, stage and status."""
+    """Return True if two states agree in the kind of run, the stage and the status."""
     names = ("fn", "stage", "status")
     return type(other) is type(state) and all(getattr(state, name) == getattr(other, name) for name in names)
 

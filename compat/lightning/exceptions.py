@@ -1,4 +1,4 @@
-"""Lightning's exceptions. Paceline raises Python's own, which are also Lightning's when it replaces Lightning."""
+"""Lightning's exceptions. When Paceline replaces Lightning, Paceline's errors are instances of them, too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def exiting(function: F) -> F:
 
 
 def translated(function: F) -> F:
-    """Wrap a function so that Paceline's errors are Lightning's too."""
+    """Wrap a function so that Paceline's errors are also instances of Lightning's exceptions."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

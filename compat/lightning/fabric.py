@@ -40,7 +40,7 @@ class Fabric:
     Args:
         accelerator: type of device.
         strategy: a strategy's name, or a Strategy.
-        devices: number of devices on this machine, or which devices.
+        devices: number of devices on this machine, or their indices.
         num_nodes: number of machines.
         precision: a precision's name, or a Precision; if None, ``paceline launch`` and the settings determine it.
         plugins: a Precision or a ClusterEnvironment, or a list of both.
@@ -98,7 +98,7 @@ class Fabric:
         )
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Start the strategy's processes. From a script, this runs the script once per process.
+        """Start the strategy's processes. In a script, this runs the script once for each process.
 
         Args:
             function: called in each process as ``function(fabric, *args, **kwargs)``. It is required in a notebook,
@@ -112,7 +112,7 @@ class Fabric:
         if function is not None and not takes_fabric(function):
             raise TypeError(
                 f"fabric.launch({getattr(function, '__name__', function)}): the function is called with the Fabric as "
-                "its first argument, but it takes no arguments. Use def main(fabric): ..."
+                "its first argument, but it takes no arguments. Define it as def main(fabric): ..."
             )
         return self._launch(_with_fabric, function, args, kwargs)
 
@@ -133,7 +133,7 @@ class Fabric:
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A subclass's program. Calling this starts the processes first."""
+        """Override this with a subclass's program. Calling it starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -143,7 +143,7 @@ class Fabric:
 
     @property
     def accelerator(self) -> Any:
-        """The type of device, which equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
         return AcceleratorRegistry[self._strategy.device.type]()
 
     @property
@@ -236,7 +236,8 @@ class Fabric:
 
         Args:
             *dataloaders: the loaders.
-            use_distributed_sampler: if False, every process reads all of the data, or what its own sampler selects.
+            use_distributed_sampler: if False, every process reads all of the data, or the samples that its own sampler
+                selects.
             move_to_device: whether to move batches to the device.
 
         Returns:
@@ -313,7 +314,7 @@ class Fabric:
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization, for all micro-batches but the last."""
+        """Context manager that turns off gradient synchronization. Use it for all micro-batches but the last."""
         if not isinstance(original(module), nn.Module) or not is_wrapped(module):
             raise TypeError(
                 f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set up "
@@ -426,7 +427,7 @@ class Fabric:
             state: modules, optimizers and other values, by the names they were saved under. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
             strict: require that the file contains everything in ``state``, with the same keys.
-            weights_only: if False, also load objects that are not plain data, which can run code that the file names.
+            weights_only: if False, also load objects that are not plain data, which can run code named in the file.
 
         Returns:
             The file's entries that are not in ``state``.
@@ -439,7 +440,8 @@ class Fabric:
         if missing and strict:
             raise KeyError(
                 f"fabric.load({str(path)!r}): the file has no {messages.names(missing, last='and')}, only "
-                f"{messages.names(list(found), last='and')}. Leave these out of state, or pass strict=False."
+                f"{messages.names(list(found), last='and')}. Leave the missing entries out of state, or pass "
+                "strict=False."
             )
         for name in [name for name in state if name in found]:
             self._load_into(state, name, found.pop(name), strict)

@@ -22,12 +22,12 @@ from ...trainer.module import TrainingModule
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-#: LightningModule methods that are called like its forward even if they are not marked.
+#: LightningModule methods that go through the strategy, like forward, even if they are not marked.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 
 class FabricModule(nn.Module):
-    """A prepared module. It also has all attributes and methods of the user's module, ``.module``.
+    """A prepared module. It also has all attributes and methods of the user's module (:attr:`module`).
 
     Its forward converts inputs to the precision's dtype, and floating-point outputs to torch's default dtype.
     """
@@ -177,7 +177,7 @@ class _Store:
         self.fabric, self.records = fabric, _Values()
 
     def define(self, name: str, value: Any, options: Any) -> _Value:
-        """Start logging a name."""
+        """Start logging values under a name."""
         record = self.records[name] = _Value(self.fabric, name, options)
         return record
 
@@ -222,14 +222,14 @@ class FabricTrainer:
             raise AttributeError(name)
         if not hasattr(self._fabric, name):
             raise AttributeError(
-                f"self.trainer.{name} does not exist, because Fabric runs this module, not a Trainer. Use an attribute "
-                "of Fabric, or pass the value to the module."
+                f"self.trainer.{name} does not exist, because this module runs under Fabric, without a Trainer. Use an "
+                "attribute of Fabric, or pass the value to the module."
             )
         return getattr(self._fabric, name)
 
 
 def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
-    """Make a LightningModule, and any inside it, log and optimize through Fabric."""
+    """Make a LightningModule, and all LightningModules inside it, log and optimize through Fabric."""
     trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
     for one in module.modules():
         if isinstance(one, TrainingModule):
@@ -237,5 +237,5 @@ def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
 
 
 def takes_fabric(function: Callable[..., Any]) -> bool:
-    """Return True if a function has a parameter for Fabric."""
+    """Return True if a function has a parameter for the Fabric."""
     return bool(inspect.signature(function).parameters)

@@ -216,7 +216,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         usable.append(index)
     if num_devices > len(usable):
         raise RuntimeError(
-            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. Others may "
+            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. The others may "
             "be in exclusive use by other processes. Ask for fewer GPUs, or wait."
         )
     return usable
@@ -233,7 +233,7 @@ class Interval(str, Enum):
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """Return what progress bars show for every run: the logger's version, or its last four characters if a string."""
+    """Return the values that every progress bar shows: the logger's version (if a string, its last four characters)."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}
@@ -251,7 +251,7 @@ def multiplicative(epoch: int) -> float:
 
 
 def do_nothing_closure() -> None:
-    """Return None."""
+    """Do nothing and return None."""
 
 
 # lightning.pytorch.loggers

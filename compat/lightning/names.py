@@ -191,7 +191,7 @@ _RANK_ZERO = (
     "rank_zero_info rank_zero_only rank_zero_warn"
 )
 _TYPES = _HOMES["utilities.types"]
-#: Names that programs import from these modules in addition to the public ones.
+#: Names that programs import although they are not public, by module.
 _PRIVATE = {
     "pytorch.accelerators": "AcceleratorRegistry",
     "pytorch.accelerators.cuda": "num_cuda_devices",

@@ -1,6 +1,6 @@
 """Add the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
 
-Each one is only a name: it calls a Paceline method or returns a known value.
+Each of them only calls a Paceline method or returns a fixed value.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _of_trainer(name: str, otherwise: Any = None) -> property:
 
 
 class StrategyNames(Strategy):
-    """Names that every strategy gets; see :func:`install`."""
+    """Attributes and methods that :func:`install` adds to every strategy."""
 
-    #: Whether a checkpoint is loaded only when the module is on its device: never.
+    #: Whether a checkpoint is loaded only once the module is on its device; Paceline never waits for that.
     restore_checkpoint_after_setup = False
-    #: Whether a resume restores the optimizers: always.
+    #: Whether resuming restores the optimizers; in Paceline, it always does.
     lightning_restore_optimizer = True
     handles_gradient_accumulation = False
     lightning_module = _of_trainer("lightning_module")
@@ -90,7 +90,7 @@ class StrategyNames(Strategy):
         return self.agree(decision, all)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called after an error. Does nothing."""
+        """Do nothing after an error."""
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device."""
@@ -133,7 +133,7 @@ class StrategyNames(Strategy):
 
 
 class PrecisionNames(Precision):
-    """Names that every precision gets; see :func:`install`."""
+    """Methods that :func:`install` adds to every precision."""
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
         """Return the arguments unchanged, because the strategy converts the model during setup."""
@@ -170,18 +170,18 @@ class PrecisionNames(Precision):
     val_step_context = test_step_context = predict_step_context = train_step_context
 
     def teardown(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class AcceleratorNames(Accelerator):
-    """Names that every accelerator gets; see :func:`install`."""
+    """Methods that :func:`install` adds to every accelerator."""
 
     def get_device_stats(self, device: Any) -> dict[str, float]:
         """Return statistics about a device, as ``DeviceStatsMonitor`` logs them."""
         return cpu_stats() if self.name == "cpu" else device_stats(torch.device(device))
 
     def setup_device(self, device: torch.device) -> None:
-        """Does nothing, because a Strategy sets up its own device."""
+        """Do nothing, because a Strategy sets up its own device."""
 
 
 class XLAAccelerator(Accelerator):
@@ -196,7 +196,7 @@ class XLAAccelerator(Accelerator):
 
 
 def install() -> None:
-    """Add the names that Paceline's classes lack."""
+    """Add the attributes and methods that Paceline's classes lack."""
     for names in (StrategyNames, PrecisionNames, AcceleratorNames):
         owner = names.__base__
         for name, value in vars(names).items():
@@ -207,7 +207,7 @@ def install() -> None:
 
 # ---- strategy arguments ----------------------------------------------------------------------------------------------
 
-#: Lightning's names for FSDP's arguments, and those in FSDPSettings.
+#: Lightning's names of FSDP arguments, and the corresponding names in FSDPSettings.
 _FSDP = {
     "mixed_precision": "mixed_precision_policy",
     "auto_wrap_policy": "auto_wrap_policy",
@@ -277,7 +277,7 @@ def _translate_fsdp(arguments: dict[str, Any]) -> None:
 
 
 def _show_fsdp(strategy: Any, given: dict[str, Any]) -> None:
-    """Store the given arguments where programs read them."""
+    """Store the given arguments in the attributes that programs read."""
     offload = given.get("cpu_offload") or False
     strategy.cpu_offload = CPUOffload(offload_params=offload) if isinstance(offload, bool) else offload
     strategy.mixed_precision_config = given.get("mixed_precision")
@@ -290,7 +290,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature with types instead of their names, for command lines. A mesh may also be two sizes."""
+    """Return a signature with types instead of their names, for command lines. A mesh may also be two sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

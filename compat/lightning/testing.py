@@ -30,7 +30,10 @@ _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last",
 
 
 def is_logger(value: Any) -> bool:
-    """Whether a Trainer can log to an object: a Logger, or a mock, which gets what only Paceline's loggers have."""
+    """Return True if a Trainer can log to an object: a Logger, or a mock.
+
+    A mock gets the attributes that only Paceline's loggers have.
+    """
     mock = sys.modules.get("unittest.mock")
     if isinstance(value, Logger) or mock is None or not isinstance(value, mock.NonCallableMock):
         return isinstance(value, Logger)

@@ -1,4 +1,4 @@
-"""Messages that Lightning shows but Paceline does not: warnings about loaders, and objects as text."""
+"""Messages that Lightning shows but Paceline does not: warnings about loaders, and a description of a DataModule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...data.loaders import leaves_of
 from ...trainer.data_source import HOOK
 from ...utilities.data import advise_about_length, suggested_max_num_workers
 
-#: A DataModule's loaders, under the names that its text uses.
+#: The hooks that create a DataModule's loaders, under the names that the description uses.
 _LOADERS = {
     "Train": "train_dataloader",
     "Validation": "val_dataloader",
@@ -27,7 +27,7 @@ _LOADERS = {
 
 
 def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an entry point so that it repeats warnings that an earlier one has shown."""
+    """Wrap an entry point so that it shows warnings again that an earlier call has already shown."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         messages.forget()
@@ -83,7 +83,9 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     most = suggested_max_num_workers(trainer.num_devices)
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if workers and method == "spawn" and not loader.persistent_workers:
-        messages.warn(f"{name} spawns its workers for every epoch. DataLoader(persistent_workers=True) keeps them.")
+        messages.warn(
+            f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
+        )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
             f"{name} has {workers} workers, so loading may be slower than training. Raise its DataLoader's "
@@ -98,7 +100,7 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
 
 
 def datamodule_text(datamodule: DataModule) -> str:
-    """Return a DataModule as text: the sizes of its loaders' datasets."""
+    """Describe a DataModule as text: the sizes of its loaders' datasets."""
     return os.linesep.join(f"{{{word} dataloader: {_sizes(datamodule, hook)}}}" for word, hook in _LOADERS.items())
 
 

@@ -1,7 +1,7 @@
-"""Views of a run under the names of those private parts of Lightning that libraries read.
+"""Views of a run, under the names of the private parts of Lightning that libraries read.
 
-The first read of each name is logged at debug level, with what to read instead. A name without a meaning in Paceline
-raises an AttributeError that says what to use.
+The first time a name is read, a debug message says what to read instead. Reading a name that has no meaning in Paceline
+raises an AttributeError, which also says what to use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...strategies.sync_batch_norm import TorchSyncBatchNorm
 from ...trainer.plugins import sort_plugins
 from ...trainer.trainer import Trainer
 
-#: A function that reads a name's value, and what Paceline calls it.
+#: A function that reads a name's value, and Paceline's own name for that value.
 Read = tuple[Callable[[Any], Any], str]
 
 
@@ -267,7 +267,7 @@ class CallbackConnector(View):
 
 
 class AcceleratorConnector:
-    """``trainer._accelerator_connector``: what is chosen for a Trainer's arguments, or was chosen for a Trainer.
+    """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
     The arguments are those of the Trainer.
 
@@ -298,7 +298,7 @@ class AcceleratorConnector:
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
-        """Return what was chosen for a Trainer."""
+        """Return the connector of an existing Trainer."""
         messages.debug_once(
             "trainer._accelerator_connector is private to Lightning. Read trainer.strategy, trainer.accelerator, "
             "trainer.device_ids and trainer.precision_plugin instead."

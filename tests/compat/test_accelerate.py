@@ -172,7 +172,7 @@ def test_a_function_is_not_hidden_by_the_submodule_of_its_name(accelerate: Any) 
 def test_what_accelerate_does_not_have_is_not_there(accelerate: Any) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("accelerate.nothing")
-    with pytest.raises(AttributeError, match=r"has nothing of that name\. Did you mean 'Accelerator'\?"):
+    with pytest.raises(AttributeError, match=r"has nothing by that name\. Did you mean 'Accelerator'\?"):
         _ = accelerate.Acelerator
     with pytest.raises(ImportError, match="accelerate"):
         exec("from accelerate import nothing")
@@ -193,7 +193,9 @@ def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(
 def test_install_refuses_to_mix_with_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, finder.Finder)])
     monkeypatch.setitem(sys.modules, "accelerate", json)
-    with pytest.raises(RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call it first")):
+    with pytest.raises(
+        RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call compat.install first")
+    ):
         compat.install("accelerate")
 
 

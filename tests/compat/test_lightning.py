@@ -319,7 +319,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (["-m", "paceline.compat", "lightning", "-m"], "-m needs a module"),
         (
             ["-c", "import sys; sys.modules['lightning'] = sys; import paceline.compat as c; c.install('lightning')"],
-            "Call it first",
+            "Call compat.install first",
         ),
     ):
         done = subprocess.run(

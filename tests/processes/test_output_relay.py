@@ -210,7 +210,7 @@ def test_an_error_of_a_rank_and_an_interrupt_end_the_cell(outputs: dict[str, lis
 def test_what_cannot_start_in_a_notebook_is_refused_with_what_can(outputs: dict[str, list[Any]]) -> None:
     kind, text = error_of(outputs["spawn"])
     assert kind == "TypeError"
-    assert text.startswith("Net is defined in a notebook, from where a fresh process cannot import it.")
+    assert text.startswith("Net is defined in a notebook, and a fresh process cannot import it from there.")
     assert "strategy='ddp'" in text
     kind, text = error_of(outputs["popen"])
     assert kind == "RuntimeError"
