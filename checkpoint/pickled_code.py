@@ -9,6 +9,8 @@ from typing import IO, Any
 
 import torch
 
+from ..torch_private import REBUILD_TENSORS
+
 #: How a name is used.
 CALLS, CREATES, REFERS = "calls", "creates", "refers to"
 #: Pickles of the formats before zip files: a magic number, the version, facts about the system, and the contents.
@@ -18,9 +20,9 @@ _BUILDERS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_e
 
 #: Modules that files of old protocols call by their names of Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_OF_TENSORS = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.serialization.", "torch.nn.parameter.")
 _PLAIN = {
     *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
+    *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch.nn.parameter.Parameter"),
     *("builtins.object", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray"),
     *_BUILDERS,
 }
@@ -49,9 +51,14 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
-    if name.startswith("torch."):
-        return name.count(".") == 1 or name.startswith(_OF_TENSORS)
+    """Return True if a name only builds tensors or plain data, such as ``torch.FloatStorage`` or ``torch.float32``."""
+    module, _, last = name.rpartition(".")
+    if module == "torch":
+        kinds = torch.dtype, torch.layout, torch.memory_format
+        value = getattr(torch, last, None)
+        return last.endswith(("Storage", "Tensor")) or last in ("Size", "device") or isinstance(value, kinds)
+    if name.startswith(REBUILD_TENSORS):
+        return True
     allowed = torch.serialization.get_safe_globals()
     return name in _PLAIN or name in (
         one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed
