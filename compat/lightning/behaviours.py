@@ -91,11 +91,11 @@ def _change_callbacks() -> None:
     from ...callbacks.checkpoint_retention import CheckpointKeeper
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from ...tuner.lr_range_test import RangeTest
 
+    range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate = RangeTest.rate
+    rate = range_test.rate
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
@@ -111,8 +111,8 @@ def _change_callbacks() -> None:
         (CheckpointKeeper, "_take_in", rank),
         (DeviceStatsMonitor, "_check_keys", _warn_of_keys),
         (StochasticWeightAveraging, "_begin", begin_averaging),
-        (RangeTest, "__post_init__", lambda test: None),
-        (RangeTest, "rate", lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr),
+        (range_test, "__post_init__", lambda self: None),
+        (range_test, "rate", lambda self, step: rate(self, step) if self.num_training > 1 else self.min_lr),
     ):
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
 
