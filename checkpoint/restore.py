@@ -90,7 +90,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """Return a second piece of advice if it helps: if all shapes match, so that only names can differ."""
+    """Return the advice to load only matching weights; empty if shapes differ, because loading would still fail."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""

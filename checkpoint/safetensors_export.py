@@ -100,7 +100,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 
 
 def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Return the first tensor's offset in a file written by safetensors 0.4 to 0.8 without padding; 0 if unknown."""
+    """Return where the first tensor would start without padding (safetensors 0.4 to 0.8); 0 if unknown."""
     entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
     order, end = list(_KINDS), 0
     if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():

@@ -32,7 +32,7 @@ class Strategy(Placement, Communication, State):
     starting and ending a run, and the training step. A run calls ``setup_environment``, ``setup_module`` and
     ``setup_optimizers``, then runs its steps, and finally calls ``teardown``.
 
-    Precision is a separate object, not a subclass: ``strategy.precision`` decides dtypes and loss scaling.
+    A separate object, ``strategy.precision``, decides dtypes and loss scaling.
     """
 
     #: The names that select this strategy in ``Trainer(strategy=...)``.
@@ -108,7 +108,7 @@ class Strategy(Placement, Communication, State):
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; if None, unwrap them."""
+        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; if it is None, unwrap them."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)

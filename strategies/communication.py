@@ -168,7 +168,7 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text; ``place`` names the call in the error if one is missing."""
+        """Return True if all processes pass the same text; ``place`` names the call in the error if one never makes it."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:

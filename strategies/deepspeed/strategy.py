@@ -128,7 +128,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Return the module itself, because the engine is created later: it needs the optimizer."""
+        """Return the module itself, because the engine, which needs the optimizer, is created later."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
                 f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it "

@@ -42,7 +42,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    The policy is one or more classes or class names, ``f(name, module)`` or, with ``smallest``, a number of parameters.
+    The policy is one or more classes or class names, ``f(name, module)`` or, if ``smallest`` is True, a minimum
+    number of parameters.
     ``argument`` is the name of the policy's argument, for error messages.
     """
     candidates = {
@@ -88,7 +89,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
 
 
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
-    """Form groups bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
+    """Choose modules bottom-up: those with at least ``least`` parameters outside the modules chosen inside them."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()

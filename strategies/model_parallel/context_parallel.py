@@ -88,7 +88,7 @@ class SplitSequences:
 
 
 class _Attention(TorchFunctionMode):
-    """While active, scaled_dot_product_attention uses this part's queries with the keys and values of all parts."""
+    """Context manager in which attention uses this part's queries with the keys and values of all parts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

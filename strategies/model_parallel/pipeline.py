@@ -312,10 +312,10 @@ class Pipeline:
         return value.to(self.strategy.device) if isinstance(value, Tensor) else value
 
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
-        """Send the last stage's numbers and logged values to all stages.
+        """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
-        The processes exchange a few integers over the host, plus the layout if it has changed; the numbers stay on the
-        device. The same exchange tells ``weights`` which stages use which weights.
+        The values are sent from device to device. Over the host, the processes exchange only a few integers and, if it
+        is new, the layout of the values. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).

@@ -109,7 +109,7 @@ class Stages:
         return max(stage for stage in range(self.count) if self.starts[stage] <= block)
 
     def holders(self) -> dict[str, set[int]]:
-        """Return the stages that hold each parameter and buffer, keyed by its first name."""
+        """Return the stages that hold each parameter and buffer; a tied tensor is listed under its first name."""
         inside: dict[int, set[int]] = {}
         for index, block in enumerate(self.blocks):
             for tensor in (*block.parameters(), *block.buffers()):

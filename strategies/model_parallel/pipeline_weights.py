@@ -164,7 +164,10 @@ class Weights:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Return True if this process counts a gradient: only the first process that uses the weight does."""
+        """Return True if this process includes a gradient in the total norm.
+
+        For a weight that several processes share, only the first of them does.
+        """
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])

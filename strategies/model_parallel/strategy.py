@@ -167,7 +167,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
-        """Return the mesh of the processes that share parameters along these dimensions.
+        """Return the mesh with these dimensions, across whose processes parameters are sharded or replicated.
 
         Processes with different parts of a sequence see different data, just as with different samples, so parameters
         are sharded across them too.
@@ -362,7 +362,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return False for torch's hint, logged on every process, that some tensors are split in two dimensions."""
+    """Log filter that drops torch's hint, repeated on every process, that tensors are split in two dimensions."""
     return "sequential" not in str(record.msg)
 
 

@@ -51,7 +51,7 @@ class Precision:
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which :meth:`bind_forward` runs a step, for use elsewhere."""
+        """Return the context in which :meth:`bind_forward` runs a step, for forward passes outside a step."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
