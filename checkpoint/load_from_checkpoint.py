@@ -30,7 +30,7 @@ def load_from_checkpoint(
 ) -> Any:
     """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
-    The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
+    This does not change any random state. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
         ValueError: if the file is not a checkpoint, or names code to run.

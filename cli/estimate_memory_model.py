@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Size(tuple[int, int, bool]):
-    """A tensor's number of elements, bits per element, and whether it is floating-point and so can be converted."""
+    """A tensor's number of elements, bits per element, and whether it is floating-point and therefore convertible."""
 
     def bytes(self, bits: int | None = None) -> int:
         """Return the size in bytes. If ``bits`` is given, floating-point values are converted to that many bits."""

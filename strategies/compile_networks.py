@@ -65,7 +65,7 @@ def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
 
 
 def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Run ``module.compile(**settings)``, even for torch's own layers, which torch does not compile on their own."""
+    """Run ``module.compile(**settings)``, and make it work for torch's own layers, which torch would skip."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**settings)
         return

@@ -155,7 +155,7 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes (one each) and the number of machines. Called first."""
+        """Set the devices of this machine's processes, one each, and the number of machines. Call this first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
@@ -415,7 +415,7 @@ class DistributedStrategy(Strategy):
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers (such as batch norm statistics), because checkpoints contain rank 0's."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
         if self.talks:
             same_buffers(module, self.data_group)
 

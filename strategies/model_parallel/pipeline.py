@@ -297,7 +297,7 @@ class Pipeline:
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """Return the value of a torchmetrics ``Metric`` that the last stage has updated, on all stages."""
+        """Compute a torchmetrics ``Metric`` on the last stage, which has updated it; return its value on all stages."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group

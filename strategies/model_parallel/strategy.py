@@ -256,7 +256,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts on all ranks."""
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
         parameters = parameters_of(optimizer)
         parts.settle(parameters)
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
