@@ -169,8 +169,7 @@ def _savers(run: Run) -> list[Any]:
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
     """Return the folders that callbacks save to and, if one is (or will be) the default folder, earlier runs' folders.
 
-    This call does not create this run's own folders, because a resumed fit uses the logger folders of the run that
-    it resumes.
+    This must not create this run's own folders, because a resumed fit uses those of the run that it resumes.
     """
     root = run.trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(run)]

@@ -59,8 +59,7 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
 
-    ``advice`` is a sentence that says how to fix weights that do not fit; None uses the advice for a
-    ``TrainingModule``.
+    ``advice`` says how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
 
     Raises:
         RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.

@@ -81,8 +81,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file and sync it to disk.
 
-    Tensors that share storage are copied, because the format does not allow shared storage. ``metadata`` is added to
-    the file header.
+    Tensors that share storage are copied, as the format requires. ``metadata`` is added to the file header.
     """
     from safetensors.torch import save_file
 

@@ -227,7 +227,7 @@ class DistributedStrategy(Strategy):
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes. Depending on the start method, each one reruns the command or calls ``function``."""
+        """Start the processes. Depending on the start method, each reruns the command or calls ``function``."""
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(

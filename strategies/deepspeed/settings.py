@@ -79,9 +79,7 @@ class DeepSpeedSettings:
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``.
-
-        The value is read from the configuration or, if it is not set there, from the field.
+        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, or else the field's.
 
         Raises:
             ValueError: the configuration and the field differ.

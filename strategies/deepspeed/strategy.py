@@ -149,8 +149,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Give DeepSpeed a copy of the optimizer to partition; the user's optimizer keeps its parameters.
 
-        Schedulers and callbacks change the user's optimizer, so each step reads learning rates and other settings from
-        it.
+        Schedulers and callbacks change the user's optimizer, so each step copies its learning rates and other settings.
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
@@ -298,8 +297,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed skipped a step, which is not counted, because the gradient norm was not finite. Find the "
-                "loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+                "DeepSpeed skipped a step, because the gradient norm was not finite. global_step does not count it. "
+                "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
 

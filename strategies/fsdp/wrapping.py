@@ -20,8 +20,7 @@ Policy = Any
 def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """Return the modules inside ``root`` to shard separately, by name, outer modules first.
 
-    Modules that share a tied parameter with another module stay in the root's group, so that the parameter remains one
-    tensor.
+    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor.
 
     Raises:
         ValueError: the policy matches no module; the message lists the model's classes.
@@ -43,8 +42,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
     The policy is one or more classes or class names, ``f(name, module)`` or, if ``smallest`` is True, a minimum
-    number of parameters.
-    ``argument`` is the name of the policy's argument, for error messages.
+    number of parameters. ``argument`` is the name of the policy's argument, for error messages.
     """
     candidates = {
         name: module

@@ -93,7 +93,7 @@ class Pipeline:
         if self.size > _MOST_PROCESSES:
             raise ValueError(
                 f"pipeline_parallel={self.size} is too large: a pipeline can have at most {_MOST_PROCESSES} "
-                "processes. Use tensor_parallel or data_parallel_replicate for the rest."
+                "processes. Use the other processes for tensor_parallel or data_parallel_replicate."
             )
         self.microbatches = self.microbatches or 4 * self.size
 
