@@ -58,7 +58,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
         offload_parameters: keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
-            must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).
+            must not contradict the Trainer's settings (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
 
     Raises:

@@ -87,7 +87,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
 
 
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
-    """Choose modules bottom-up: those with at least ``least`` parameters outside the modules chosen inside them."""
+    """Choose, bottom-up, each module with at least ``least`` parameters that no chosen submodule contains."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()

@@ -112,7 +112,7 @@ class Plan:
 
     When created, it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch
     up to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` contains
-    what is already known about micro-batches of this form, by stage.
+    the properties of each stage that are already known for micro-batches of this form.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class TensorForm:
 
 @dataclass
 class Passage:
-    """What is known about a stage for micro-batches of one form.
+    """The known properties of a stage for micro-batches of one form.
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
@@ -150,7 +150,7 @@ class Run:
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known about the stage; the first runs fill it in.
+        passage: the known properties of the stage; the first runs add to them.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
         stop_at_entry: end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: called at the stage's first block.
