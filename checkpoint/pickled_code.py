@@ -49,7 +49,7 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
+    """Whether a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
     if name.startswith("torch."):
         return name.count(".") == 1 or name.startswith(_OF_TENSORS)
     allowed = torch.serialization.get_safe_globals()
