@@ -110,8 +110,8 @@ class WholeStep:
     def batch_step(self, batch: Any) -> Callable[..., Any]:
         """Return the compiled function for a batch; each shape has its own graph.
 
-        On its own, torch would switch to one graph for all shapes when it sees a second one. A resumed run may see the
-        shapes in a different order, and would then round differently.
+        By default, torch would switch to one graph for all shapes when it sees a second shape. A resumed run may see
+        the shapes in a different order, and would then round differently.
         """
         key = shapes_of(batch) if self.by_shape else None
         found = self.batch_steps.get(key)
@@ -138,7 +138,7 @@ class WholeStep:
             batch: the batch, on its device.
             batch_idx: its index in the epoch.
             by_items: whether ``num_items`` is expected.
-            before: the number of items in the window's earlier micro-batches, a float64 tensor of shape (), or None.
+            before: the number of items in the window's earlier micro-batches as a float64 tensor of shape (), or None.
             complete: whether this is the window's last micro-batch.
             factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 

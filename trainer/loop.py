@@ -60,7 +60,7 @@ class FitLoop:
         self.validate = self.profiler.around("run_validation", self.validation.validate)
 
     def train(self) -> None:
-        """Train until a limit is reached, the run is asked to stop, or an exception ends it."""
+        """Train until a limit is reached, a stop is requested, or an exception ends the run."""
         run, state, metrics = self.run, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
@@ -100,7 +100,7 @@ class FitLoop:
     def owed(self) -> Pending:
         """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
-        If there is more to train now, the pending end of training, or of an epoch that was cut short, is dropped.
+        If there is more to train now, a pending end of training or of an incomplete epoch is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -243,7 +243,7 @@ class FitLoop:
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def place_in_data(self) -> dict[str, Any]:
-        """Return this rank's position in the data for a checkpoint; a resume fetches a prefetched batch again."""
+        """Return this rank's position in the data for a checkpoint; a resumed run refetches a prefetched batch."""
         if self.resumed is not None:
             return self.resumed.place_in_data()
         batches = None if self.state.epoch_done else self._fetched
@@ -257,9 +257,9 @@ class FitLoop:
         }
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """Do what follows a batch's last hooks: logging, validation, plateau schedulers.
+        """Do the work after a batch's last hooks: logging, validation, plateau schedulers.
 
-        After a resume, do only what the saved run had not done yet.
+        After a resume, do only the work that the saved run had not done yet.
 
         ``reason`` says why the run stops after this batch, if it does. Returns ``reason``, or a new reason from
         validation.
@@ -284,7 +284,10 @@ class FitLoop:
             self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
-        """End an epoch whose remaining batches a hook skips: complete the window, then do the end-of-batch work."""
+        """End an epoch early because a hook skipped its remaining batches.
+
+        This completes the accumulation window, and then does the end-of-batch work.
+        """
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
@@ -298,7 +301,7 @@ class FitLoop:
         self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
-        """Do the end-of-epoch work. An epoch that was cut short is not complete, so a later fit continues it."""
+        """Do the end-of-epoch work. An epoch that is not ``complete`` is continued by a later fit."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
@@ -358,7 +361,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Return True if the epoch's last batch is done. If it is not and ``reason`` is a signal, end the run."""
+        """Return True if the epoch's last batch is done; if it is not and ``reason`` is a signal, end the run."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class LossReader:
-    """Reads losses, which must all have the form of the first one.
+    """Reads losses; either all or none of them must come with ``num_items``.
 
     Attributes:
-        together: whether a callback skips a batch on either all ranks or none.
-        form_known: whether a loss has been read; later losses must have the same form.
+        together: whether a callback makes all ranks skip the same batches.
+        form_known: whether a loss has been read, so that ``by_items`` is final.
         by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 
@@ -47,7 +47,7 @@ class LossReader:
         if (items is not None) != self.by_items:
             raise ValueError(
                 f"{self.owner} returned 'num_items' for some batches but not for all, so the window's losses cannot "
-                "be weighted. Return it for every batch, or for none."
+                "be weighted. Return 'num_items' for every batch, or for none."
             )
         return loss if items is None else self.window.weigh(loss, items)
 
@@ -56,11 +56,11 @@ class LossReader:
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the item count of the current window and the unit that weights it, as plain data."""
+        """Return the number of items in the current window, and the window's ``unit``, as plain data."""
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`; outside a window, restore only the unit."""
+        """Restore the state from :meth:`state_dict`; outside a window, restore only its ``unit``."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True

@@ -1,4 +1,4 @@
-"""Raise if the user's code steps the optimizer or runs backward when the trainer already does."""
+"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HandSteps:
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
-        """Watch an epoch's updates if they are among the fit's first ones."""
+        """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return

@@ -44,7 +44,7 @@ class Record:
     """The last value logged under a name. Subclasses also reduce the values over the epoch.
 
     A value on the CPU is kept as a Python number, which is cheaper than detaching the tensor and safe from in-place
-    changes. A value on a device is copied on that device, so that nothing waits for it.
+    changes. A value on another device is copied on that device, so that the host does not wait for it.
 
     Attributes:
         fresh: whether the value was updated since it was last sent to the loggers.
@@ -105,7 +105,10 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Return True if these options equal the restored ones, which name the reduction and have no process group."""
+        """Return True if these options match the restored ones, which hold the reduction's name.
+
+        The process group is ignored, because it is not saved.
+        """
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -121,7 +124,7 @@ class Record:
         return self.shared
 
     def reset(self) -> None:
-        """Start a new epoch."""
+        """Clear the values for a new epoch."""
         self.value = self.shared = None
         self.fresh = self.seen = False
 
@@ -205,7 +208,7 @@ class SumRecord(Record):
         self.shared = None
 
     def _add(self, value: Tensor, weight: int) -> Tensor | None:
-        """Add a value on its device; return the copy to show as the step's value."""
+        """Add a value on its device; return a copy as the step's value, or None if step values are not logged."""
         value = scalar(self.key, value)
         if self.total is None:
             kind = torch.float32 if value.device.type == "mps" else torch.float64
@@ -487,7 +490,7 @@ def taken(name: str, value: Any) -> Tensor | float:
 
 
 def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return a value to monitor as a scalar tensor that may be used in training."""
+    """Return a value to monitor as a scalar tensor that autograd can use (not an inference tensor)."""
     with torch.inference_mode(False):
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=dtype)

@@ -40,7 +40,7 @@ class JoiningStep:
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; running it again replaces the values logged before."""
+        """Run the step on a micro-batch; running it again on that micro-batch replaces the values logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)

@@ -51,10 +51,9 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it; ``step`` uses the precision and strategy, and is counted.
+    """An optimizer as ``self.optimizers()`` returns it. ``step`` applies the precision and strategy, and is counted.
 
-    Everything else (``param_groups``, ``state``, ``zero_grad``) is that of the original optimizer, which is available
-    as ``.optimizer``.
+    Everything else (``param_groups``, ``state``, ``zero_grad``) comes from the original optimizer (``.optimizer``).
 
     Attributes:
         stepped_at: ``trainer.state.batches`` at this optimizer's last step, which used all gradients up to then.
@@ -98,7 +97,7 @@ class ManagedOptimizer:
         return stepped
 
     def _show_gradients(self) -> None:
-        """Call the hooks that read complete gradients."""
+        """Unscale the gradients and call ``on_before_optimizer_step``."""
         self._run.strategy.unscale_gradients(self.optimizer)
         for hook in self._run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
@@ -182,7 +181,7 @@ class ManagedOptimizer:
 
 @contextmanager
 def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that passes further arguments to ``optimizer.step``, which strategy and precision call."""
+    """Context manager that adds arguments to the calls of ``optimizer.step`` by the strategy and the precision."""
     step = vars(optimizer).get("step")
     optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
     try:

@@ -27,17 +27,17 @@ def setup(run: Run, stage: str) -> None:
 
 
 def by_strategy(run: Run, name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """Bind a step or a transfer that the strategy runs."""
+    """Return a step or transfer that the strategy runs, timed by the profiler."""
     return run.trainer.profiler.around(f"[Strategy]{type(run.strategy).__name__}.{name}", function)
 
 
 def by_module(run: Run, name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """Bind a method of the module."""
+    """Return a method of the module, timed by the profiler."""
     return run.trainer.profiler.around(f"[TrainingModule]{type(run.module).__name__}.{name}", function)
 
 
 def by_datamodule(run: Run, name: str) -> Callable[..., Any]:
-    """Bind a method of the DataModule."""
+    """Return a method of the DataModule, timed by the profiler."""
     method = getattr(run.datamodule, name)
     return run.trainer.profiler.around(f"[DataModule]{type(run.datamodule).__name__}.{name}", method)
 

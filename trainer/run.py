@@ -201,7 +201,7 @@ class Run:
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to the strategy, profiler and hooks; further errors raised here do not hide it."""
+        """Report an error to the strategy, profiler and hooks; errors that they raise do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)

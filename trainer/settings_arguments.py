@@ -238,7 +238,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     for switch in switches:
         if not any(part in word.lower() for part in _SWITCHES[switch]):
             asked = settings.origin(switch).where
-            messages.info_once(f"strategy is {word!r}, from {where}, which overrides {switch} from {asked}.")
+            messages.info_once(f"strategy={word!r} (from {where}) overrides {switch} (from {asked}).")
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:

@@ -39,14 +39,14 @@ class RunState:
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
         next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
             failed.
-        pending: the work that a resume from here has to do before the next batch.
+        pending: the work that a resumed run has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.
         epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
         shuffle_seed: the seed that, together with the epoch, determines the shuffling.
         signum: the signal that asked the run to end at the next step boundary, or 0.
         should_stop: whether training was asked to stop (takes effect after ``min_epochs`` and ``min_steps``).
-        stop: whether there may be a reason to stop, here or in another process; if so, the loop checks before it
+        stop: whether there may be a reason to stop, in this or another process; if so, the loop checks before it
             continues.
         saving: whether a checkpoint is being written because a signal ends the run.
         passed: number of boundaries that this run has passed (see :mod:`.stopping`).
@@ -123,7 +123,7 @@ class RunState:
         self.batch_idx = self.next_batch - 1
 
     def drop_window(self) -> None:
-        """Go back to where the accumulation window began."""
+        """Set the counters back to the beginning of the accumulation window."""
         self.load_state_dict(without_window(self.state_dict()))
 
 

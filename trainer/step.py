@@ -42,7 +42,7 @@ class ManualStep:
         return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Run the update on an incomplete window, because no more micro-batches will come; does nothing here."""
+        """Run the update on an incomplete window at the end of an epoch; does nothing under manual optimization."""
 
 
 class FreeStep(ManualStep):
@@ -127,7 +127,7 @@ class TrainStep(ManualStep):
         return output
 
     def skip(self) -> None:
-        """Skip the batch, so that it does not count in the window."""
+        """Skip the batch without adding it to the window."""
         if self.state.is_last_batch:
             self.finish_window()
 
@@ -266,7 +266,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank without samples in the epoch's last batch; it runs a batch that does not count."""
+    """A step for a rank without samples in the epoch's last batch: there, it discards all logged values."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -282,7 +282,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that the epoch's last batch counts no items."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that it reports no items for the epoch's last batch."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
