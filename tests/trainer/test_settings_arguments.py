@@ -124,7 +124,8 @@ def test_d2_code_wins_and_says_so_once(
         filled = fill_in(OPEN | {argument: value})
     assert filled[argument] == value
     overrides = [line for line in caplog.messages if " overrides " in line]
-    assert len(overrides) == 1 and f"from Trainer({argument}=)" in overrides[0]
+    assert len(overrides) == 1
+    assert f"from Trainer({argument}=)" in overrides[0]
     assert len(caplog.messages) == 2
 
 
