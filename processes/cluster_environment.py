@@ -101,8 +101,8 @@ def requeue() -> None:
         problem = str(error)
     if problem:
         messages.error(
-            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Submit it again: "
-            "its state is saved."
+            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Its state is "
+            "saved, so submit the job again to resume."
         )
     else:
         messages.info(f"SLURM job {job} is back in the queue and will resume when SLURM starts it again.")
@@ -222,7 +222,7 @@ def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int
         if match is None:
             raise RuntimeError(
                 f"{name}={environ[name]!r} does not have the form '2(x3),1', so the number of tasks on this machine is "
-                "unknown. Start the script with srun, which sets it, or unset it."
+                f"unknown. Start the script with srun, which sets {name}, or unset {name}."
             )
         sizes += [int(match[1])] * int(match[2] or 1)
     return sizes[node_rank] if node_rank < len(sizes) else default
@@ -398,8 +398,8 @@ def _check_world_size(cluster: Cluster, environ: Environment) -> None:
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
-            f"Start {environ['WORLD_SIZE']} processes, or let the launcher set WORLD_SIZE: unset it in the batch "
-            "script."
+            f"Start {environ['WORLD_SIZE']} processes, or unset WORLD_SIZE in the batch script, so that the launcher "
+            "sets it."
         )
 
 

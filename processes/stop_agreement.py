@@ -113,8 +113,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. They have exited, or native code is holding the GIL. Check their "
-                    "output."
+                    f"{ANSWER_SECONDS:.0f} s. A rank that does not answer has exited, or its GIL is held by native "
+                    "code. Check its output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
