@@ -95,7 +95,7 @@ def run(
         place: where the machines meet; see :func:`find_place`.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        options: other options for torch elastic.
+        options: optional settings for torch elastic.
     """
     options = options or Options()
     os.environ[LAUNCHED] = str(os.getpid())

@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Options:
-    """Other options for torch elastic.
+    """Optional settings for torch elastic.
 
     Args:
         max_restarts: maximum number of times that all processes are restarted after a failure.

@@ -102,7 +102,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
-        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of batches.")
+        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of at least 0.")
     return bool(value) if value in (0, 1) else int(value)
 
 
@@ -121,9 +121,12 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
             "(float), a number of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0], or an int.")
+        raise ValueError(
+            f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0] (fraction of an epoch), or "
+            "an int (number of batches)."
+        )
     if isinstance(value, Integral) and value < 1:
-        raise ValueError(f"Trainer: val_check_interval={value} is out of range. It must be at least 1 batch.")
+        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass at least 1 batch.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
             f"Trainer: val_check_interval={value} is a fraction of an epoch, but check_val_every_n_epoch=None counts "

@@ -170,7 +170,7 @@ class WholeStep:
         return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Run backward; inside a window, gradients are added in place."""
+        """Run backward; inside a window, add the gradients to the earlier ones in place."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -241,13 +241,13 @@ class WholeStep:
         )
 
     def changing(self) -> tuple[str, str]:
-        """Return why torch gave up after recompiling the step too often, and what to do."""
+        """Return why torch gave up after recompiling the step too often, and a fix."""
         reason = self.watch.last_reason
         why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
         return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
-        """Return what torch cannot trace, and what to do."""
+        """Return the operation that torch cannot trace, and a fix."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[0] if lines else type(error).__name__
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")

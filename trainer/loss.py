@@ -92,7 +92,7 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run here, "
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run "
                 "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
                 "backward, torch's anomaly trace names the operation."
             )

@@ -143,7 +143,7 @@ class MetricStore:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
                     f"{self._dataloader_idx}, so one value would replace the other. Leave out add_dataloader_idx, or "
-                    "use a name for each loader."
+                    "use a different name for each loader."
                 )
 
     def _weight(self, name: str) -> int:
@@ -346,8 +346,8 @@ class MetricStore:
         odd = sorted({records[name].key for name in pending if name not in common})
         if odd:
             messages.warn_once(
-                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so the "
-                "epoch's value is this rank's own. Log the value on every rank, or pass self.log(..., "
+                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
+                "each rank computes its own epoch value. Log the value on every rank, or pass self.log(..., "
                 "rank_zero_only=True)."
             )
 

@@ -1,4 +1,4 @@
-"""Convert the accepted forms of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
+"""Convert the accepted results of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[Non
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Call ``module.configure_optimizers`` and convert every accepted form to two lists."""
+    """Call ``module.configure_optimizers`` and convert its result to lists of optimizers and schedulers."""
     given = module.configure_optimizers()
     owner = f"{type(module).__name__}.configure_optimizers()"
     optimizers, schedulers = _split(given, owner)

@@ -56,7 +56,7 @@ def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[...,
 
 
 def report_split(run: Run) -> None:
-    """Tell the callbacks how the run's time was split."""
+    """Report the profiler's split of the run's time to the callbacks."""
     trainer, split = run.trainer, run.trainer.profiler.split()
     for callback in trainer.callbacks if split else ():
         callback.on_profile(trainer, run.module, type(trainer.profiler).__name__, split)

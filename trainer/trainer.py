@@ -624,7 +624,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The fit's optimizers, as ``configure_optimizers`` created them. A new list applies from the next epoch."""
+        """The fit's optimizers. A list that is assigned to this property applies from the next epoch."""
         return self.current_run.optimizers
 
     @optimizers.setter

@@ -143,7 +143,7 @@ def _run(
     recorder: Callback,
     arguments: dict[str, Any],
 ) -> None:
-    """Train a copy of the module on the batches, with a recorder that reads each update."""
+    """Train a copy of the module on the batches, with a callback that reads the parameters after each update."""
     torch.manual_seed(_SEED)
     learner = copy.deepcopy(module)
     for part in learner.modules():

@@ -156,7 +156,7 @@ class _Trials:
 
     Attributes:
         made: results so far.
-        samples: samples in one process's data; None while unknown.
+        samples: samples in one process's shard of the data; None while unknown.
     """
 
     def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
@@ -263,8 +263,8 @@ def check(run: Run) -> None:
     if strategy.world_size > 1 and (strategy.communicates_forward or run.trainer.sync_batchnorm):
         what = "sync_batchnorm=True" if run.trainer.sync_batchnorm else type(strategy).__name__
         raise NotImplementedError(
-            f"scale_batch_size does not work on {strategy.world_size} processes with {what}: its forward pass "
-            "communicates, so if one rank ran out of memory, the others would wait for it forever. Use "
+            f"scale_batch_size does not work on {strategy.world_size} processes with {what}, because the forward "
+            "pass communicates. If one rank ran out of memory, the others would wait for it forever. Use "
             "paceline.find_executable_batch_size around a function that creates the module and the Trainer, or search "
             "on one process."
         )
@@ -281,7 +281,10 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """Return the largest batch size up to ``largest`` that evenly divides a process's samples per update."""
+    """Plan with the largest batch size up to ``largest`` that evenly divides a process's samples per update.
+
+    Returns None if ``effective``, the samples per update across all ranks, is None.
+    """
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:

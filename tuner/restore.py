@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..data.loaders import load_loader_state, loader_state, samplers_of
 from ..processes.seed import random_states, set_random_states
 
-#: Longer collections are data, not state, and are not saved.
+#: Maximum length of a collection to save; a longer one is considered data, not state.
 _MOST_ENTRIES = 10_000
 
 
