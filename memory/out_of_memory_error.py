@@ -130,9 +130,9 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
-        f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
+        f"The {device.type} device of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
-        f"{str(error).splitlines()[0]} Its memory holds weights of {messages.size(sizes.weights)}, gradients of "
+        f"{str(error).splitlines()[0]} The rank holds weights of {messages.size(sizes.weights)}, gradients of "
         f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; peak {of_whom} "
         f"use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )

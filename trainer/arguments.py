@@ -122,8 +122,8 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
         )
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(
-            f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0] (fraction of an epoch), or "
-            "an int (number of batches)."
+            f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0] (fraction of an epoch), "
+            "or an int (number of batches)."
         )
     if isinstance(value, Integral) and value < 1:
         raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass at least 1 batch.")
