@@ -2,9 +2,8 @@
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
-:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only torchrun's variables. If only
-some of a launcher's variables are set, an error is raised; otherwise each process could believe that it is the only
-one.
+:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only these. If only some of a
+launcher's variables are set, an error is raised; otherwise each process could believe that it is the only one.
 """
 
 from __future__ import annotations

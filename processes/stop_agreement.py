@@ -81,7 +81,7 @@ class StopVote:
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop. First asks the other ranks, if no rank has asked yet.
+        """Decide where to stop. If no rank has asked the others to stop yet, this rank does so first.
 
         The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
         whether this rank wants to end the training.

@@ -39,7 +39,7 @@ MOST_SHAPES = 4
 class Switches:
     """Torch settings for tracing a whole step, set only during compilation because setting them in every step is slow.
 
-    ``wanted``: whether a step that is compiled as a whole is running.
+    ``wanted``: whether the step that is running is compiled as a whole.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Switches:
         self._on: ExitStack | None = None
 
     def install(self) -> Switches:
-        """Register with torch's compiler; return self."""
+        """Register this object with torch's compiler, and return it."""
         on_compiling(self._begin, self._end)
         return self
 

@@ -146,7 +146,7 @@ def _given_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
-    """Raise if the user passes a callback of a kind that is switched off."""
+    """Raise if the user passes a callback whose kind is switched off (``enable_checkpointing=False``, for example)."""
     for name, kind in SWITCHED.items():
         off = getattr(trainer, name) is False
         asked = next((c for c in callbacks if isinstance(c, kind)), None)

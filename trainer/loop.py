@@ -275,7 +275,7 @@ class FitLoop:
         return reason
 
     def finish_batch(self, schedules: Schedules) -> None:
-        """Do the remaining work for the batch after which the checkpoint was written."""
+        """Do the work that is still pending for the last batch, such as schedulers and logging."""
         state = self.state
         if state.pending is SCHEDULERS:
             schedules.after_batch()
@@ -294,7 +294,7 @@ class FitLoop:
         self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
-        """Finish an epoch whose checkpoint was written in ``on_train_epoch_end``."""
+        """After resuming from a checkpoint that was written in ``on_train_epoch_end``, finish that epoch."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()

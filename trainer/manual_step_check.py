@@ -48,7 +48,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 class HandSteps:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
-    The wrapped optimizers that ``self.optimizers()`` returns always raise.
+    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too.
     """
 
     def __init__(self, run: Run) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Logged(NamedTuple):
-    """How a name was logged in one batch: everything except the value."""
+    """The arguments with which a name was logged in one batch, without the value."""
 
     name: str
     options: Options
@@ -143,7 +143,7 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function; for each name that it logs, ``listener`` returns the object to use in place of a record."""
+    """Call a function, and use ``listener`` to create a replacement for the record of each name that it logs."""
     before, store.records = store.records, Table()  # empty, so that every self.log call requests its record
     store.listener = listener
     try:

@@ -10,14 +10,14 @@ from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
-    """The work that can remain after a batch or an epoch, in order. A resumed run first completes this work."""
+    """The kinds of work after a batch or an epoch, in order. A resumed run first does the work that was pending."""
 
     NOTHING = ""  # the next batch can be trained on
     SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
     LOGGING = "batch"  # the same, starting with logging
     VALIDATION = "validation"  # the same, starting with the validation, which had begun
     PLATEAUS = "plateaus"  # the same, starting with the plateau schedulers
-    EPOCH_VALUES = "values"  # what follows ``on_train_epoch_end``
+    EPOCH_VALUES = "values"  # the work after ``on_train_epoch_end``
     TRAIN_END = "end"  # the end of training, if this was the last epoch
 
 

@@ -160,7 +160,7 @@ class TrainStep(ManualStep):
             self.update()
 
     def update(self) -> None:
-        """Complete the gradients, step the optimizer and clear the gradients."""
+        """Unscale and clip the gradients, step the optimizer and clear the gradients."""
         optimizer, state = self.optimizer, self.state
         self.complete()
         stepped = self.take(optimizer)

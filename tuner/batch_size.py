@@ -183,7 +183,7 @@ class _Trials:
         return not out
 
     def attempt(self, size: int) -> tuple[str, Exception | None]:
-        """Run a trial's steps. Return this rank's failure in words (empty if none), and the error to raise if any."""
+        """Run a trial's steps. Return a description of this rank's failure (or ""), and an error to raise, if any."""
         for place in self.places:
             place.set(size)
         try:

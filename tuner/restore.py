@@ -100,7 +100,7 @@ class Kept:
             self.keep(value)
 
     def _fill(self, value: Any) -> None:
-        """Save which entries a collection has, and in which order."""
+        """Save a collection's entries and their order."""
         entries = value.copy()
 
         def refill() -> None:
