@@ -114,7 +114,7 @@ def is_requeued(environ: Environment | None = None) -> bool:
 
 
 def _slurm_job(environ: Environment) -> str | None:
-    """Return the job's name for ``scontrol``: for a task of a job array, the array's id and the task's index."""
+    """Return the job ID for ``scontrol``, which is ``<array ID>_<task index>`` for a task of a job array."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -309,7 +309,7 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
 def _lsf_address(environ: Environment) -> str | None:
     """Return the first compute host.
 
-    LSF may list a launch host before it, which is recognized by its single slot or by its name.
+    LSF may list a launch host before it. The launch host is recognized by its single slot or by its name.
     """
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]

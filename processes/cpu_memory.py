@@ -47,7 +47,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Context manager in which a CPU run keeps the memory that it frees; on exit, the memory is returned."""
+    """Context manager in which a CPU run keeps freed memory; on exit, this memory is returned to the kernel."""
     global _runs
     keep_freed_memory(device)
     try:

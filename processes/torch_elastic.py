@@ -174,7 +174,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; if that is impossible, report it and return None."""
+    """Return options that bind processes to their GPUs' NUMA nodes; if this is impossible, say so and return None."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

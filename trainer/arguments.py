@@ -107,7 +107,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval`` and return it as (batches or fraction, seconds or None)."""
+    """Check ``val_check_interval``; return a pair of batches (int) or fraction (float), and seconds or None."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):

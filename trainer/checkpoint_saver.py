@@ -157,9 +157,9 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the checkpoint that training does not change.
+        """Return a copy of the checkpoint that further training leaves unchanged.
 
-        A value that a file cannot store raises an error here, not in the writer thread.
+        Raises an error for a value that a file cannot store, so that the writer thread does not have to.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 

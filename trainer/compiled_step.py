@@ -287,8 +287,8 @@ def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
 class CompiledStep(TrainStep):
     """A step that calls one compiled function per batch.
 
-    The first update of a fit runs uncompiled, so that the optimizer creates its state and mistakes in ``training_step``
-    raise their own errors.
+    The first update of a fit runs uncompiled. This lets the optimizer create its state, and a mistake in
+    ``training_step`` raises its own error rather than the compiler's.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:

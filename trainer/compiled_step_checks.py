@@ -1,4 +1,4 @@
-"""Checks, before anything runs, that the settings allow the whole training step to be compiled."""
+"""Check, before anything runs, that the settings allow the whole training step to be compiled."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class DataSource:
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """At the end of a run, restore the loaders to the state they were passed in, and stop their workers."""
+        """At the end of a run, restore the loaders to their original state, and stop their workers."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers combined into one, which is passed to hooks and overrides and steps all of them together.
+    """Several optimizers combined into one that steps them together; hooks and overridden methods receive it.
 
     It has the parameter groups and state of all of them, but no options, hooks or ``state_dict`` of its own.
 

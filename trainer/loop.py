@@ -228,7 +228,7 @@ class FitLoop:
     def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
         """Return the batch iterator, and whether training is already over.
 
-        On a resume, this restores the state of the saved run and finishes the batch after which it was saved.
+        When the fit resumes, this restores the saved run's state and finishes the batch after which it was saved.
         """
         resumed = self.resumed
         if resumed is not None and start_batch > 0:

@@ -52,7 +52,7 @@ class LossReader:
         return loss if items is None else self.window.weigh(loss, items)
 
     def finish_window(self) -> Tensor:
-        """Return the factor that converts the window's summed gradients to the mean over all ranks' items; shape ()."""
+        """Return the factor, of shape (), that turns the window's summed gradients into the mean over all items."""
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class LossReader:
 
 
 class LossWatch:
-    """Warns once if a NaN or infinite loss is among the values that are copied to the host anyway.
+    """Warns once if a NaN or infinite loss is among the values that are copied to the host for the loggers.
 
     Losses are the values with the word "loss" in their names, and the loss that ``training_step`` (``owner``) returned.
     """

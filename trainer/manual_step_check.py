@@ -83,7 +83,7 @@ class HandSteps:
         setattr(step, step.UPDATE, counted)
 
     def let_go(self) -> None:
-        """Stop watching until the next epoch, because code in between, such as a tuner, may step the optimizer."""
+        """Stop watching until the next epoch, because code between epochs, such as a tuner, may step the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

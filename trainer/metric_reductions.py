@@ -94,11 +94,11 @@ class Record:
         self.shared = None
 
     def step_value(self) -> Tensor | float | None:
-        """The last value: a number, or a scalar tensor on its device; None before the first call."""
+        """Return the last value: a number, or a scalar tensor on its device; None before the first call."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device.
+        """Return the epoch's value: a number, or a scalar tensor on its device.
 
         If the value is shared, all processes must call this.
         """
@@ -303,7 +303,7 @@ class ExtremeRecord(Record):
 
 
 class MetricRecord(Record):
-    """A torchmetrics ``Metric``: computed at the end of the epoch and reset by the trainer."""
+    """A torchmetrics ``Metric``, which the trainer computes at the end of the epoch and then resets."""
 
     reduction = "metric"
 
@@ -452,7 +452,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """Return ``value`` with shape (); raise an error with its name if it has more than one element."""
+    """Return ``value`` with shape (); raise an error that contains ``name`` if it has more than one element."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -464,7 +464,7 @@ def scalar(name: str, value: Tensor) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise an error with its name if it is not a number."""
+    """Return ``value`` as a float; raise an error that contains ``name`` if it is not a number."""
     if isinstance(value, (int, float)):
         return float(value)
     try:

@@ -131,7 +131,7 @@ class Heard:
 
 
 class _Call(Heard):
-    """A call whose value is checked and copied."""
+    """A call to ``self.log`` whose value is checked and copied."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         if isinstance(value, (Tensor, float, int)):

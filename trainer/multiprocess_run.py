@@ -244,7 +244,7 @@ def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
 
 
 def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
-    """Name objects by class and number within the class; a position could change, because a run may add objects."""
+    """Name objects by class and number within the class; positions in the list change if the run adds objects."""
     seen: Counter[str] = Counter()
     found = {}
     for one in objects:

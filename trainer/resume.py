@@ -183,7 +183,7 @@ class Resumed:
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
     def place_in_data(self) -> dict[str, Any]:
-        """This rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
+        """Return this rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
         names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
         own = self.own if self.in_loops and self._alike else None
         return {name: own[name] for name in names if name in own} if own else {}

@@ -153,7 +153,7 @@ def _word(value: Any) -> Any:
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """Return the arguments that variables set, as settings."""
+    """Return the arguments that environment variables set, as settings."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 

@@ -50,7 +50,7 @@ class RunState:
             continues.
         saving: whether a checkpoint is being written because a signal ends the run.
         passed: number of boundaries that this run has passed (see :mod:`.stopping`).
-        evaluated: number of evaluation batches begun in this run, of all kinds and loaders.
+        evaluated: number of evaluation batches started in this run, across all stages and loaders.
     """
 
     fn: TrainerFn | None = None

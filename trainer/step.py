@@ -266,7 +266,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank without samples in the epoch's last batch: there, it discards all logged values."""
+    """A step for a rank without samples in the epoch's last batch; it discards the values logged in that batch."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -345,7 +345,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
 
 
 def detached(output: Any) -> dict[str, Any] | None:
-    """Convert the output of ``training_step`` for ``on_train_batch_end`` to a dict with detached tensors."""
+    """Convert the output of ``training_step`` to a dict of detached tensors, for ``on_train_batch_end``."""
     if output is None:
         return None
     if not isinstance(output, Mapping):
