@@ -126,7 +126,7 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
             "or an int (number of batches)."
         )
     if isinstance(value, Integral) and value < 1:
-        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass at least 1 batch.")
+        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass a number of at least 1.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
             f"Trainer: val_check_interval={value} is a fraction of an epoch, but check_val_every_n_epoch=None counts "

@@ -191,8 +191,8 @@ class EvalLoop:
         if run.strategy.world_size > 1:
             raise ValueError(
                 f"{name}(dataloader_iter) does not work with {run.strategy.world_size} processes, because a step that "
-                f"fetches its own batches cannot leave out the ones that only pad its shard. Use {name}(batch, "
-                "batch_idx), or a single process."
+                "fetches its own batches cannot leave out batches that are only padding. Use "
+                f"{name}(batch, batch_idx), or a single process."
             )
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
         known = run.source.length(loader)

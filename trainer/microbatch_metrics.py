@@ -69,7 +69,7 @@ class JoiningStep:
         if options.sync_dist_group is not None:
             raise ValueError(
                 f"self.log({first.name!r}, sync_dist_group=...) does not work in a step that runs on micro-batches, "
-                "because its values are first sent to all processes of the pipeline. Leave out sync_dist_group."
+                "because the values are first sent to all processes of the pipeline. Leave out sync_dist_group."
             )
         if isinstance(value, nn.Module):
             name = next((name for name, module in self.module.named_modules() if module is value), None)

@@ -281,8 +281,8 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(
-            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, which has no effect under manual "
-            "optimization. Call step() on self.lr_schedulers() in a hook or step of your own."
+            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, but manual optimization ignores such "
+            "settings. Call step() on self.lr_schedulers() in a hook or step of your own."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"

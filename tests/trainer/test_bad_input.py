@@ -113,7 +113,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ],
     ("overfit_batches", 2.0, ValueError, ("overfit_batches=2.0", "out of range", LIMIT)),
     ("overfit_batches", "1", TypeError, ("overfit_batches='1'", "a str", "Pass a number of batches")),
-    ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass at least 1 batch")),
+    ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass a number of at least 1")),
     ("val_check_interval", 1.5, ValueError, ("val_check_interval=1.5", "out of range", "Pass a float in (0.0, 1.0]")),
     ("val_check_interval", "often", ValueError, ("val_check_interval", "'often'", "'DD:HH:MM:SS'", "timedelta")),
     ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "positive duration")),
