@@ -834,7 +834,7 @@ def test_a_callbacks_monitor_that_was_never_logged_lists_what_was(kind: Any, qui
     [
         (
             {"accumulate_grad_batches": 2},
-            ("accumulate_grad_batches=2", "no effect", "Mine", "leave out accumulate_grad_batches"),
+            ("accumulate_grad_batches=2", "no effect", "Mine", "Leave out accumulate_grad_batches"),
         ),
         ({"gradient_clip_val": 1.0}, ("gradient_clip_val=1.0", "no effect", "Mine", "self.clip_gradients")),
     ],
