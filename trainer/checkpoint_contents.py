@@ -93,10 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Return the number of samples in a full batch across all ranks.
-
-    In a resumed fit without a loader, this is the saved number.
-    """
+    """Return the samples in a full batch across all ranks (in a resumed fit without a loader, the saved number)."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples

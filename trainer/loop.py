@@ -284,10 +284,7 @@ class FitLoop:
             self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
-        """End an epoch early because a hook skipped its remaining batches.
-
-        This completes the accumulation window, and then does the end-of-batch work.
-        """
+        """Complete the window and the end-of-batch work of an epoch whose remaining batches a hook skipped."""
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None

@@ -105,10 +105,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Return True if these options match the restored ones, which hold the reduction's name.
-
-        The process group is ignored, because it is not saved.
-        """
+        """Return True if these options match restored ones; compares reductions by name, ignores the process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 

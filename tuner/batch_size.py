@@ -281,10 +281,7 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """Plan with the largest batch size up to ``largest`` that evenly divides a process's samples per update.
-
-    Returns None if ``effective``, the samples per update across all ranks, is None.
-    """
+    """Plan the largest batch size up to ``largest`` that evenly divides a process's share of ``effective`` samples."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:

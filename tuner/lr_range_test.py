@@ -267,10 +267,7 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
-    """Return each parameter group's rate as a fraction of ``initial``, the attribute's rate.
-
-    If no group has that rate, the fractions are relative to the largest rate.
-    """
+    """Return each group's rate as a fraction of ``initial`` or, if no group has that rate, of the largest rate."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
     return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)
