@@ -96,7 +96,6 @@ class LoggerType(Word):
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    # Available only with a tracker class written by the user.
     AIM, TRACKIO, COMETML, MLFLOW = "aim", "trackio", "comet_ml", "mlflow"
     CLEARML, DVCLIVE, SWANLAB = "clearml", "dvclive", "swanlab"
 

@@ -31,8 +31,8 @@ def notebook_launcher(
     """Call ``function(*args)`` in several processes from a notebook cell and return rank 0's result.
 
     The processes are copies of this one, so the function may be defined in a cell and use variables from other cells.
-    It must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With a single
-    process, the function runs in the current process. After an error, the launcher can be called again.
+    The function must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With
+    a single process, the function runs in the current process. After an error, the launcher can be called again.
 
     Args:
         function: the function to call in each process.

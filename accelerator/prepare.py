@@ -128,7 +128,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """Return a prepared model with its strategy."""
+        """Return the :class:`PreparedModel` of a model; ``asked`` is the calling method's name."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(

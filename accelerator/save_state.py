@@ -1,6 +1,6 @@
 """``save_state`` and ``load_state``, which let a user's loop resume with bit-identical results.
 
-A state is a folder that contains ``state.ckpt`` (a checkpoint in the Trainer's format) and the user's hook files.
+A state is a folder that contains ``state.ckpt`` (a checkpoint in the Trainer's format) and the files of user hooks.
 """
 
 from __future__ import annotations
