@@ -45,7 +45,7 @@ def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float =
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along a dimension to the longest tensor across all processes."""
+    """Pad tensors along a dimension to the largest size on any process."""
     return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
 
 

@@ -53,7 +53,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return True if the module, its hyperparameters or its DataModule have an attribute."""
+    """Return True if the module, its hyperparameters or its DataModule has the given attribute."""
     return bool(_owners(model, attribute))
 
 

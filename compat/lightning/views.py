@@ -26,7 +26,7 @@ Read = tuple[Callable[[Any], Any], str]
 
 
 class View:
-    """One part of Lightning's Trainer, with values read from Paceline's.
+    """One part of Lightning's Trainer, with values read from Paceline's Trainer.
 
     Attributes:
         place: the part, as written in programs.
