@@ -58,7 +58,7 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """Return the dataset's own iterator that a loader's ``iterator`` without workers reads; otherwise, ``iterator``.
+    """Return the dataset's own iterator if a loader's ``iterator`` (without workers) reads one; else, ``iterator``.
 
     If torch removes ``_dataset_fetcher``, this returns ``iterator`` itself, and one more item than needed is requested
     at the end of a dataset.
@@ -275,7 +275,7 @@ communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh remembers it."""
+    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh stores the result."""
     return mesh._flatten(name)
 
 
@@ -299,12 +299,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(like: Any, part: Tensor) -> Any:
-    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard. It does not require gradients."""
+    """Return a DTensor with the layout of ``like`` and the shard ``part``. It does not require gradients."""
     return type(like)(part, like._spec, requires_grad=False)
 
 
 def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Compute the shape of this process's shard of a DTensor and its offset in the full tensor, from the layout."""
+    """Compute, from a DTensor's layout, the shape of this process's shard and the shard's offset in the full tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

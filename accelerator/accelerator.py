@@ -199,7 +199,7 @@ class Accelerator(Facts):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues from this object's current state.
+        """Return the state for a copy of this object; the copy continues from there.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -247,7 +247,7 @@ class Accelerator(Facts):
 
         Args:
             *objects: the objects.
-            device_placement: one bool per object, which says whether to move the object to the device.
+            device_placement: for each object, whether to move it to the device.
 
         Returns:
             A tuple of the prepared objects in the order given, or the object itself if there is only one.
@@ -378,7 +378,7 @@ class Accelerator(Facts):
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Context manager that computes in the chosen precision, as a prepared model's forward pass does.
+        """Context manager that runs operations in the chosen precision, as a prepared model's forward pass does.
 
         Args:
             autocast_handler: ``AutocastKwargs`` for this block, for example to turn off autocast.
@@ -468,7 +468,7 @@ class Accelerator(Facts):
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load objects that have ``state_dict`` and ``load_state_dict`` methods as part of the state."""
+        """Include objects that have ``state_dict`` and ``load_state_dict`` methods in the saved state."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
@@ -531,7 +531,7 @@ class Accelerator(Facts):
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
-        """Context manager for a training loop that reports what is slow, why, and what to change.
+        """Context manager that reports what is slow in a training loop, why, and what to change.
 
         Args:
             dirpath: folder for ``doctor.html`` and ``doctor.json``; None means ``project_dir``, or else the working

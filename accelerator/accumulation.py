@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """What windows, gathering and error messages read from the current loader (a :class:`.loaders.PreparedLoader`)."""
+    """The attributes of the current :class:`.loaders.PreparedLoader` that windows, gathering and errors read."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -263,7 +263,7 @@ class Window:
         self.stepped.clear()
 
     def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
-        """Count the micro-batch, once even if it has several backward passes, and return the weighted loss, shape ().
+        """Count the micro-batch (once, even if it has several backward passes); return the weighted loss, shape ().
 
         Args:
             loss: scalar, shape ().

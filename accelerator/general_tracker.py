@@ -102,7 +102,7 @@ class GeneralTracker:
     def _has_no(self, method: str) -> None:
         raise NotImplementedError(
             f"The tracker {self.name!r} ({type(self).__name__}) has no {method}. Define it in the class, or use the "
-            f"object behind it: accelerator.get_tracker({self.name!r}, unwrap=True)."
+            f"object that it wraps: accelerator.get_tracker({self.name!r}, unwrap=True)."
         )
 
 

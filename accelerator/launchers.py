@@ -79,8 +79,8 @@ def _start(
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            "This process is already in a process group, so it cannot start another one. Restart the notebook, or call "
-            "PartialState().destroy_process_group() first."
+            "This process is already in a process group, so it cannot launch other processes. Restart the notebook, or "
+            "call PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with environment(variables), forgotten():  # the new processes have different ranks

@@ -270,7 +270,7 @@ class PreparedLoader(DataLoader[Any]):
         return mixed(self.seed, epoch, self.strategy.data_rank)
 
     def _looks_ahead(self) -> bool:
-        """Return True if one batch is fetched ahead, because copies overlap computation or lengths may be inexact."""
+        """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
         if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
@@ -355,7 +355,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def loaded(self) -> Loaded | None:
-        """The position that was loaded, until the next pass begins; None if there is none."""
+        """The loaded position; None if no position was loaded, or once the next pass has begun."""
         return self._place.resume
 
     def set_epoch(self, epoch: int) -> None:

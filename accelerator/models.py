@@ -57,7 +57,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the current version of one of the module's (original or current) parameters; None for any other."""
+        """Return the current version of a parameter that the module has now or had before setup, or None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -250,7 +250,7 @@ def _is_class_forward(forward: Any) -> bool:
 
 
 def is_prepared(module: Any) -> bool:
-    """Return True if a module is prepared."""
+    """Return True if a module has been prepared."""
     return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
 
 

@@ -113,7 +113,7 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
         messages.warn_once(
             f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
             "and at the end of this loader some processes repeat samples of other processes. Repeated samples are "
-            "removed only from values with one row per sample, so they count twice in this value. Gather one value "
+            "removed only from values with one row per sample; in other values, they count twice. Gather one value "
             "per sample and reduce the result."
         )
     return data
@@ -142,7 +142,7 @@ def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: 
 
 
 def broadcast(data: Any, strategy: Strategy, from_process: int = 0) -> Any:
-    """Broadcast one process's tensors to all processes; shapes and dtypes must be the same everywhere."""
+    """Broadcast one process's tensors to all processes; shapes and dtypes must be the same on all of them."""
     _refuse_others("broadcast", data)
     _require_alike("broadcast", data, strategy)
     return recursively_apply(lambda tensor: strategy.broadcast_tensor(tensor, from_process), data)

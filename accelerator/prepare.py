@@ -304,8 +304,8 @@ class Prepared:
         methods, or ``backward(num_items=...)``.
 
         Args:
-            joinables: prepared models to train in this context, and optimizers that communicate
-                (ZeroRedundancyOptimizer).
+            joinables: prepared models to train in this context, and optimizers that communicate, such as
+                ZeroRedundancyOptimizer.
             even_batches: if False, prepared loaders yield every sample once, so some processes may get one batch
                 fewer. If True, all processes get the same number of batches, and nothing is joined. If None, each
                 loader keeps its setting.

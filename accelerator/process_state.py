@@ -32,7 +32,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_con
 
 @dataclass
 class _Process:
-    """State that everything in this process shares.
+    """State shared by all objects in this process.
 
     Attributes:
         strategy: the strategy that joined the process group; None until one has joined.
@@ -119,7 +119,7 @@ class PartialState(Processes):
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that has been set up. The first one becomes the process's strategy."""
+        """Return the state of a strategy that is already set up. The first such strategy becomes the process's own."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:

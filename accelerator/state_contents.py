@@ -333,7 +333,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore the micro-batches that wait for a step; if the script skips batches itself, wait until it has."""
+        """Restore micro-batches that wait for a step, now or once the script has skipped to the loaded position."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]

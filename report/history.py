@@ -106,7 +106,7 @@ class History:
 
     @property
     def status(self) -> str:
-        """How the run ended, in words."""
+        """The status of the run in words: how it ended, or that it is running."""
         if not self.starts:
             return "nothing was recorded"
         last = self.starts[-1]

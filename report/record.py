@@ -189,7 +189,7 @@ class RunRecord(DummyLogger):
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def row(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write a line with the given values, the current time, the counters and the time split so far."""
+        """Write a line with the given values, the current time, the counters and the seconds of each part so far."""
         now = self._now()
         at = now["updates"] if step is None else step
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())

@@ -187,7 +187,7 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key == "compute_environment" or word not in _TYPES:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
-            f"{file.path} has {key}: {value}, which Paceline does not support. It runs on your own machines, on CPUs, "
+            f"{file.path} has {key}: {value}, which is not supported. Paceline runs on your own machines, on CPUs, "
             f"CUDA GPUs and Apple's MPS. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]

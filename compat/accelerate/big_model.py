@@ -1,4 +1,4 @@
-"""``accelerate``'s functions for big models whose signatures differ from those of Paceline's functions."""
+"""``accelerate``'s big-model functions whose signatures differ from those of Paceline's own functions."""
 
 from __future__ import annotations
 

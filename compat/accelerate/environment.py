@@ -147,7 +147,7 @@ def check_os_kernel() -> None:
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """Return an object with a configuration file's settings as attributes; by default, of the file in use."""
+    """Return an object with a file's settings as attributes, plus ``to_dict()``; by default, read the file in use."""
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(

@@ -40,7 +40,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Average tensors across all processes, or add them up (``"sum"``)."""
+    """Reduce tensors across all processes, by default to their mean, and multiply the result by ``scale``."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
 

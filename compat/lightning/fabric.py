@@ -148,7 +148,7 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which decides where tensors live and how processes communicate."""
+        """The strategy, which determines where tensors live and how processes communicate."""
         return self._strategy
 
     @property
@@ -196,7 +196,7 @@ class Fabric:
         Args:
             module: the module.
             *optimizers: its optimizers.
-            scheduler: returned unchanged; it advances with each call of its ``step``.
+            scheduler: returned unchanged; it advances with each call to its ``step``.
             move_to_device: whether to move the module to the device.
 
         Returns:
@@ -223,7 +223,7 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up the optimizers of modules that have been set up. Return the optimizer, or a tuple of several."""
+        """Set up optimizers of modules that have been set up. Return the optimizer, or a tuple if there are several."""
         self._refuse_wrapped("setup_optimizers", *optimizers)
         found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
         self._watch(found)
@@ -427,7 +427,7 @@ class Fabric:
             path: path of the file.
             state: modules, optimizers and other values, by the names they were saved under. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
-            strict: require that the file contains everything in ``state``, with the same keys.
+            strict: whether to require that the file contains everything in ``state``, with the same keys.
             weights_only: if False, also load objects that are not plain data, which can run code named in the file.
 
         Returns:
