@@ -179,8 +179,8 @@ class Window:
     counts as a micro-batch, and losses are weighted only by ``num_items``.
 
     Args:
-        strategies: strategies of the window's models, which synchronize gradients once the window is complete; None
-            for a loop that does not call ``accumulate``.
+        strategies: strategies of the models whose gradients are synchronized once the window is complete; None for a
+            loop that does not call ``accumulate``.
 
     Attributes:
         count: number of micro-batches so far that had a backward pass, including the current one.

@@ -161,7 +161,7 @@ class Gradients:
                     raise RuntimeError(self._forgotten(found, owner))
 
     def _why(self) -> str:
-        """Return the part of an error message that says what an optimizer that was not prepared would do wrong."""
+        """Return the part of an error message that explains the effect of not preparing an optimizer."""
         if self._is_scaled:
             return "so it would step with gradients that still contain fp16's loss scale"
         if self.state.num_steps > 1:

@@ -65,7 +65,7 @@ class DataLoaderConfiguration:
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader that yields this process's batches on its device.
 
-    Attributes that are not defined here are read from and set on the user's loader, ``base``.
+    Attributes that this class does not define are read from and set on the user's loader, ``base``.
 
     Args:
         gradient_state: the state that records which loader is being read.

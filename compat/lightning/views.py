@@ -269,7 +269,7 @@ class CallbackConnector(View):
 class AcceleratorConnector:
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
-    The arguments are those of the Trainer.
+    Takes the same arguments as a Trainer.
 
     Attributes:
         strategy: the chosen Strategy.
