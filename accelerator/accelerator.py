@@ -368,9 +368,7 @@ class Accelerator(Facts):
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the fp16 loss scale if the window is complete, at most once per window.
-
-        Clipping does this automatically.
+        """Divide the gradients of a complete window by the fp16 loss scale, once. Clipping does this automatically.
 
         Args:
             optimizer: one or more prepared optimizers; None means all.

@@ -271,10 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the pass that follows a completed saved pass.
-
-    If the loop trains on none of this pass's batches, assume that it was skipping the batches of the saved pass.
-    """
+    """Run the pass after a completed saved pass; if the loop trains on none of it, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

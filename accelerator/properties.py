@@ -64,9 +64,7 @@ class Facts(Processes):
     step_scheduler_with_optimizer = Shown[bool](
         "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
-    scheduler_steps = Shown[str](
-        "prepared.scheduler_steps", "How far schedules advance: ``per_update``, ``per_sample``."
-    )
+    scheduler_steps = Shown[str]("prepared.scheduler_steps", "How schedulers advance: ``per_update``, ``per_sample``.")
     dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "Settings for preparing loaders.")
     sync_gradients = Shown[bool]("gradient_state.sync_gradients", "Whether this micro-batch completes the window.")
     step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved with the state.")

@@ -141,8 +141,7 @@ class States:
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
             load_kwargs: options that have no effect: ``weights_only=True`` and ``map_location``.
-            strict: whether to raise an error before changing anything, rather than warn, if something cannot be
-                restored.
+            strict: whether an object that cannot be restored raises an error, before anything changes, or a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 
         Raises:

@@ -191,9 +191,7 @@ def _number(name: str) -> int:
 def _nothing_in(where: Location) -> str:
     text = f"accelerator.load_state({str(where)!r}): the folder contains no {STATE}. "
     if not where.is_dir():
-        return (
-            f"accelerator.load_state({str(where)!r}): the folder does not exist. Pass a folder that save_state wrote."
-        )
+        return f"accelerator.load_state({str(where)!r}): the folder does not exist. Pass a folder from save_state."
     newest, _ = newest_valid(states_in(where))
     if newest is not None:
         return f"{text}The newest state inside it is {str(newest.parent)!r}. Pass that folder."

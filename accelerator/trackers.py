@@ -88,8 +88,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 
     Args:
         log_with: a name or several names separated by commas, a ``LoggerType``, a :class:`GeneralTracker` object or
-            class, a Paceline logger, or a list of these. ``"all"`` means every installed tracker, except those that
-            write files if ``logging_dir`` is None.
+            class, a Paceline logger, or a list of these. ``"all"`` means every tracker that can be created.
         logging_dir: directory for trackers that write files.
 
     Raises:

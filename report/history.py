@@ -235,9 +235,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record, given the record, its page, or a folder with the record in or below it.
-
-    If there are several records, the newest one is returned.
+    """Return the path of a record, given the record, its page, or a folder with records (the newest is returned).
 
     Raises:
         FileNotFoundError: if there is no record.

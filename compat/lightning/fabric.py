@@ -291,8 +291,7 @@ class Fabric:
             clip_val: the largest absolute value.
             max_norm: the largest norm.
             norm_type: order of the norm.
-            error_if_nonfinite: whether to raise an error if the norm is not finite; ignored with fp16, which then
-                skips the step.
+            error_if_nonfinite: whether to raise an error if the norm is not finite; fp16 skips the step instead.
 
         Returns:
             The norm before clipping, shape (); None with ``clip_val``.

@@ -290,10 +290,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return a constructor's signature with its annotations resolved to types, for command lines.
-
-    ``device_mesh`` may also be two sizes.
-    """
+    """Return a constructor's signature with resolved types, for command lines; a device mesh may also be two sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)
