@@ -47,7 +47,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """Return a context manager for the strategy's precision, with this handler's arguments."""
+        """Return a context manager that computes in the strategy's precision, with this handler's arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -263,7 +263,7 @@ def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> 
 
 
 class _EightBits(KwargsHandler):
-    """A handler that can be created with any arguments, but that the Accelerator rejects."""
+    """A handler that accepts any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
@@ -290,7 +290,7 @@ NO_EIGHT_BITS = "Paceline has no 8-bit training. Use mixed_precision='bf16' with
 
 @dataclass(frozen=True)
 class Handlers:
-    """An Accelerator's handlers by kind; a field is None if there is no such handler."""
+    """An Accelerator's handlers by kind; a field is None if no handler of that kind was given."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None

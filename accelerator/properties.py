@@ -64,7 +64,7 @@ class Facts(Processes):
     step_scheduler_with_optimizer = Shown[bool](
         "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
-    scheduler_steps = Shown[str]("prepared.scheduler_steps", "What schedulers count: ``per_update`` or ``per_sample``.")
+    scheduler_steps = Shown[str]("prepared.scheduler_steps", "How schedulers advance: ``per_update``, ``per_sample``.")
     dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "Settings for preparing loaders.")
     sync_gradients = Shown[bool]("gradient_state.sync_gradients", "Whether this micro-batch completes the window.")
     step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved with the state.")
@@ -103,7 +103,7 @@ class Facts(Processes):
 
     @property
     def scaler(self) -> Any:
-        """The ``GradScaler`` of fp16; None if losses are not scaled."""
+        """The ``GradScaler`` for fp16; None if losses are not scaled."""
         return self.strategy.precision.scaler
 
     @property

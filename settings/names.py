@@ -49,7 +49,7 @@ class Setting:
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        ``where`` says where the value was given; errors begin with it.
+        ``where`` says where the value was given; error messages begin with it.
 
         Raises:
             ValueError: the value is not valid for this setting.

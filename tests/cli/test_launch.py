@@ -315,7 +315,7 @@ def test_c12_c13_flags_win_over_the_file_which_counts_otherwise(capfd: pytest.Ca
         assert one["OMP_NUM_THREADS"] == "1"
         assert one["PACELINE_MIXED_PRECISION"] == "no"
     assert "1 CPU thread each (--num_cpu_threads_per_process)" in err
-    assert "mixed_precision is 'no', from --mixed_precision, which overrides 'bf16' from mine.json" in err
+    assert "mixed_precision='no' from --mixed_precision overrides 'bf16' from mine.json" in err
 
 
 def test_e11_processes_keep_to_the_cores_of_their_nodes(
