@@ -171,7 +171,7 @@ class ThroughputMonitor(Callback):
         separator: text between the parts of a name.
 
     Raises:
-        RuntimeError: when a run starts and the trainer has no logger.
+        RuntimeError: if the trainer has no logger when a run starts.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in the table."""
+    """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in ``PEAK_FLOPS``."""
     dtype = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
         return None
