@@ -1,6 +1,6 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
-If a strategy shards a module, ``configure_model`` runs before that. Loading a weight into a parameter on the meta
+If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
 device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
 the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
@@ -210,9 +210,9 @@ class Waiting:
         if self.unfilled:
             raise RuntimeError(
                 f"{type(module).__name__} was created on the meta device, and nothing sets the values "
-                f"of {messages.names(self.unfilled[:10], 'and')}. The layer has no reset_parameters() that sets "
-                "them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
-                "(load_checkpoint_in_model), define one of those methods, or create that layer outside "
+                f"of {messages.names(self.unfilled[:10], 'and')}. Their layers have no reset_parameters() that "
+                "sets them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a "
+                "checkpoint (load_checkpoint_in_model), define one of those methods, or create these layers outside "
                 "torch.device('meta')."
             )
 

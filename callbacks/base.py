@@ -345,7 +345,7 @@ class Callback:
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint is loaded, between the module's weights and this callback's ``load_state_dict``."""
+        """Called after a checkpoint's weights are loaded and before this callback's ``load_state_dict``."""
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.

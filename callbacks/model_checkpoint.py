@@ -224,7 +224,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._resumed = {name: state_dict[name] for name in _COUNTED if name in state_dict}
 
     def _begin(self, global_step: int) -> None:
-        """Start counting for a fit that begins at ``global_step``; after a resume, continue the checkpoint's counts."""
+        """Schedule the first save of a fit that begins at ``global_step``; after a resume, keep the saved schedule."""
         state, self._resumed = self._resumed, {}
         self._start_step = state.get("start_step", global_step)
         self._epochs_ended = self._validations_ended = 0

@@ -20,7 +20,7 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that even the slowest rank, which waits for no other rank, waits for gradients."""
+    """Return the seconds per step that the slowest rank waits for gradients; it waits for no other rank."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
