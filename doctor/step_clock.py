@@ -97,7 +97,7 @@ class Clock:
         return timed
 
     def _alone(self, index: int, function: Callable[..., T]) -> Callable[..., T]:
-        """Wrap ``function`` so that its full duration, including timed parts inside it, counts toward ``part``."""
+        """Wrap ``function`` so that its full duration, including timed parts inside it, counts toward one part."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             if self.held:
