@@ -279,8 +279,7 @@ class WandbLogger(CheckpointUploads):
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method} got {len(items)} {word}s and {len(values)} values for {option!r}. Pass one value for "
-                    f"each {word}."
+                    f"{method}: {option!r} must have one value for each {word} ({len(items)}), but has {len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
