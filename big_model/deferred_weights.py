@@ -174,7 +174,7 @@ class Waiting:
             put(module, names, made)
 
     def restored(self, names: Iterable[str]) -> None:
-        """Record that a checkpoint has set the values of these parameters."""
+        """Record that a checkpoint has set the values of the named parameters."""
         found = set(names)
         self.notes = {name: note for name, note in self.notes.items() if name not in found}
         self.unfilled = [name for name in self.unfilled if name not in found]

@@ -102,7 +102,7 @@ class GarbageCollection(Callback):
     def _due(self, updates: int) -> None:
         """Run a collection.
 
-        The first call, before the batch after the first step, freezes objects and starts the regular collections.
+        The first call, before the second step, freezes objects and starts the regular collections.
         """
         every = self.every_n_steps
         self._next = float("inf") if every is None else (updates // every + 1) * every

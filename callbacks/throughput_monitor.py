@@ -70,7 +70,7 @@ class Throughput:
             flops: floating-point operations of this device since the last update; not a total.
 
         Raises:
-            ValueError: if a total is less than before, or there are fewer samples than batches or items than samples.
+            ValueError: if a total has decreased, or there are fewer samples than batches or items than samples.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             items = "" if lengths is None else f", lengths={lengths}"
@@ -85,8 +85,8 @@ class Throughput:
             b is not None and a < b for a, b in zip(mark[:4], last[:4], strict=True) if a is not None
         ):
             raise ValueError(
-                f"Throughput.update(time={time}, batches={batches}, samples={samples}) is less than before "
-                f"(time={last.time}, batches={last.batches}, samples={last.samples}). Pass totals since the start, or "
+                f"Throughput.update(time={time}, batches={batches}, samples={samples}): totals must not "
+                f"decrease (before: time={last.time}, batches={last.batches}, samples={last.samples}). Pass totals since the start, or "
                 "call reset() first."
             )
         self._marks.append(mark)

@@ -152,7 +152,7 @@ def _miniters() -> int:
 
 
 def _tqdm_class() -> Any:
-    """Return a tqdm class for this output that has no monitoring thread and does not measure speeds too early."""
+    """Return this output's tqdm class, changed to use no monitoring thread and not to measure speeds too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:

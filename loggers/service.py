@@ -68,7 +68,7 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def version(self) -> str | None:
-        """The run's id. Opens the run if it has none yet; None on ranks other than 0."""
+        """The run's id. Opens a run if there is none yet; None on ranks other than 0."""
         if self._id is None and messages.is_rank_zero():
             _ = self.experiment
         return self._id

@@ -154,7 +154,7 @@ def test_tables_texts_and_images_are_in_the_run(offline_wandb: Path, wandb_histo
     with pytest.raises(ValueError, match=r"log_audio\('tone'\): 'caption' must have one value for each audio"):
         logger.log_audio("tone", ["tone.wav"], caption=["low", "high"])
     logger.log_video("clip", [str(offline_wandb / "clip.gif")], step=3)
-    with pytest.raises(ValueError, match=r"log_video\('clip'\) got 1 videos and 2 values for 'fps'"):
+    with pytest.raises(ValueError, match=r"log_video\('clip'\): 'fps' must have one value for each video"):
         logger.log_video("clip", ["a.gif"], fps=[1, 2])
     logger.finalize("failed")
     row = {name: value for r in wandb_history(_file(offline_wandb)) for name, value in r.items()}
