@@ -187,7 +187,7 @@ def test_throughput_gives_rates_of_a_full_window_and_of_all_devices() -> None:
         name: 2 * rate for name, rate in rates.items()
     }
     for wrong in ({"time": 4, "batches": 4, "samples": 9}, {"time": 6, "batches": 4, "samples": 3}):
-        with pytest.raises(ValueError, match="totals must not decrease.*Pass totals since the start"):
+        with pytest.raises(ValueError, match="Pass totals since the start"):
             throughput.update(**wrong)
     throughput.reset()
     throughput.update(time=0, batches=0, samples=0)
