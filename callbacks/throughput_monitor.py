@@ -86,8 +86,8 @@ class Throughput:
         ):
             raise ValueError(
                 f"Throughput.update(time={time}, batches={batches}, samples={samples}): totals must not "
-                f"decrease (before: time={last.time}, batches={last.batches}, samples={last.samples}). Pass totals since "
-                "the start, or call reset() first."
+                f"decrease (before: time={last.time}, batches={last.batches}, samples={last.samples}). "
+                "Pass totals since the start, or call reset() first."
             )
         self._marks.append(mark)
 
