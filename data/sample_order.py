@@ -238,7 +238,7 @@ def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Itera
 
 
 def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
-    """Return True if reading an iterator to its end never runs user code past its length."""
+    """Return True if reading an iterator to its end runs no user code past the loader's length."""
     if takes_indices(loader):
         return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
     return type(dataset_iterator(iterator)) in RUN_NOTHING

@@ -30,7 +30,7 @@ def _some_are_missing(case: Case) -> bool:
 
 
 def model_too_small(case: Case) -> Finding | None:
-    """Report that one process alone would be faster."""
+    """Report that a single process would be faster than all processes together."""
     n = case[0].world_size
     wait, compute = _on_the_way(case), max(facts.compute for facts in case)
     if n < 2 or _some_are_missing(case) or not compute or wait <= (n - 1) * compute:
