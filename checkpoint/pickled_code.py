@@ -1,4 +1,4 @@
-"""What a pickled file would run if it was loaded, found without running any of it."""
+"""Find out which code a pickled file would run when loaded, without running any of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..torch_private import REBUILD_TENSORS
 
 #: How a name is used.
 CALLS, CREATES, REFERS = "calls", "creates", "refers to"
-#: Pickles of the formats before zip files: a magic number, the version, facts about the system, and the contents.
+#: Number of pickles in a file from before the zip format: magic number, version, system information and contents.
 _PICKLES = 4
-#: Names that rebuild the other objects, which are listed themselves.
+#: Functions that create an object of the class in their first argument, which is recorded instead of the function.
 _BUILDERS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
 
-#: Modules that files of old protocols call by their names of Python 2.
+#: Modules that old pickle protocols call by their Python 2 names.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _PLAIN = {
     *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
@@ -29,10 +29,10 @@ _PLAIN = {
 
 
 def uses(file: IO[bytes]) -> dict[str, str]:
-    """What loading a file would do with each name of code that it contains: call, create or refer to it.
+    """Return how loading a file would use each function and class that it names.
 
     Returns:
-        One of :data:`CALLS`, :data:`CREATES` and :data:`REFERS` by the full name; empty if the file is plain data.
+        :data:`CALLS`, :data:`CREATES` or :data:`REFERS` by full name; empty if the file contains only plain data.
     """
     found: dict[str, str] = {}
     zipped = _zipped(file)
@@ -66,7 +66,7 @@ def _is_plain(name: str) -> bool:
 
 
 class _Kind(type):
-    """A class that stands for a name: it notes how the file uses it, and does nothing else."""
+    """Metaclass of the stand-ins, which only record how the file uses the name that they stand for."""
 
     name: str
     found: dict[str, str]
@@ -116,4 +116,4 @@ class _Reader(pickle.Unpickler):
         return _Kind(name, (_StandIn,), {"name": full, "found": self._found})
 
     def persistent_load(self, pid: Any) -> None:
-        """Leave out a tensor's storage."""
+        """Skip a tensor's storage."""
