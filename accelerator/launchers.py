@@ -16,7 +16,6 @@ from ..processes import launch
 from ..processes.devices import find_kind
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
-from .kwargs_handlers import NO_EIGHT_BITS
 from .process_state import FORKED, forgotten, is_initialized
 
 
@@ -102,12 +101,7 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _precision(asked: str | None) -> str | None:
-    if asked is None:
-        return None
-    word = PrecisionType(asked)
-    if word is PrecisionType.FP8:
-        raise NotImplementedError(f"notebook_launcher(mixed_precision='fp8'): {NO_EIGHT_BITS}")
-    return word.value
+    return None if asked is None else PrecisionType(asked).value
 
 
 def _refuse_used(kind: str, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from .enums import FP8BackendType
 from .loaders import DataLoaderConfiguration
 from .process_info import Processes
 
@@ -97,9 +98,9 @@ class Facts(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
+        """``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision."""
         name = self.strategy.precision.name
-        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8-mixed": "fp8"}.get(name, name)
 
     @property
     def scaler(self) -> Any:
@@ -148,9 +149,9 @@ class Facts(Processes):
         return 0 if place_on is None else place_on(axis)
 
     @property
-    def fp8_backend(self) -> None:
-        """Always None, because 8-bit training is not supported."""
-        return
+    def fp8_backend(self) -> FP8BackendType | None:
+        """The package that multiplies in 8 bits (``AO``: torchao); None if ``mixed_precision`` is not ``"fp8"``."""
+        return FP8BackendType.AO if self.mixed_precision == "fp8" else None
 
     @property
     def should_save_model(self) -> bool:
