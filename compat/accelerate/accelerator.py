@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ... import messages
 from ...accelerator import accelerator, accumulation
 from ...accelerator.nested_tensors import recursively_apply
+from ...accelerator.schedulers import AcceleratedScheduler
 from .loaders import DataLoaderShard
 
 
@@ -47,6 +50,29 @@ class Accelerator(accelerator.Accelerator):
         super().__setstate__(state)
         if _OfTheLast.last is None or _OfTheLast.last() is None:
             _OfTheLast.last = weakref.ref(self.gradient_state)
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
+        found = super().prepare(*objects, device_placement=device_placement)
+        self._tell_schedules()
+        return found
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler."""
+        found = super().prepare_scheduler(scheduler)
+        self._tell_schedules()
+        return found
+
+    def _tell_schedules(self) -> None:
+        world, config = self.strategy.num_data_ranks, self.dataloader_config
+        multiplied = world > 1 and self.step_scheduler_with_optimizer and not config.split_batches
+        if multiplied and self.prepared.schedulers and self.scheduler_steps != "per_sample":
+            messages.info_once(
+                f"Prepared schedules advance once per update. Accelerate advances them {world} times, once for each "
+                "process. If the script multiplies the length of its schedule by the number of processes, set "
+                "PACELINE_SCHEDULER_STEPS=per_sample.",
+                key="schedules advance once",
+            )
 
     @property
     def _models(self) -> list[nn.Module]:

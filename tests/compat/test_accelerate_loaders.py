@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline import DataLoaderConfiguration, set_seed
+from paceline import DataLoaderConfiguration, messages, set_seed
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.loaders import DataLoaderShard
@@ -279,3 +280,41 @@ def test_an_iterable_dataset_is_read_by_one_process() -> None:
     assert sorted(index for part in ranks(2, read_by_the_first) for batch in part for index in batch) == list(
         range(SAMPLES)
     )
+
+
+# ---- where Accelerate's numbers are wrong ----------------------------------------------------------------------------
+
+
+def with_differences() -> list[str]:
+    """What is said in two epochs of a loop whose last window and last batches are short, with a schedule."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    messages.log.setLevel("INFO")
+    messages.log.addHandler(handler)
+    model, loader = network(), DataLoader(Noisy(), 5, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, dataloader_config=config)
+    set_seed(SEED, device_specific=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for _ in range(2):
+        for x, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    return said
+
+
+def test_what_differs_from_accelerate_is_said_once() -> None:
+    said, others = ranks(2, with_differences)
+    assert [text.split(".")[0] for text in said] == [
+        "The processes have different seeds (set_seed(",
+        "Prepared schedules advance once per update",
+        "The last window of a pass has 2 of 3 micro-batches",
+        "The last 6 of 16 samples do not fill a batch on each of 2 processes",
+    ]
+    assert others == []
