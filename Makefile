@@ -4,6 +4,7 @@
 #   make test-all        the same with every cell of the large matrices; make test takes a share that changes by commit
 #   make tests-shuffled  the tests in random order; SEED=7 picks one
 #   make clients  the own tests of libraries built on Lightning, with it and with Paceline; about half an hour
+#   make loggers  the loggers of services with their packages, offline; about three minutes
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers format demo clean
 
 test: lint types tests
 
@@ -42,6 +43,10 @@ faults: .venv/installed
 clients:
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) clients/run.py $(CLIENTS)
+
+# Each service has an environment of its own, in .loggers, on top of .venv; LOGGERS="--only aim" picks one.
+loggers: .venv/installed
+	$(BIN)/python clients/loggers/run.py $(LOGGERS)
 
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
@@ -76,4 +81,4 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients .loggers build dist *.egg-info .pytest_cache .ruff_cache runs

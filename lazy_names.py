@@ -1,4 +1,4 @@
-"""Packages that import a public name when it is first used (PEP 562), so that importing the package is cheap."""
+"""Make a package import its public names on first use (PEP 562), so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "", modules: str = "") -> None:
-    """Define ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+    """Define a package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
-    For type checkers the package also imports each name, as itself, under ``TYPE_CHECKING``.
+    For type checkers, the package should also import each name, as itself, under ``TYPE_CHECKING``.
 
     Args:
         namespace: the package's ``globals()``.
-        files: names, separated by spaces, by the module that defines them, relative to the package.
-        own: names in ``__all__`` that the package defines itself.
-        modules: modules of the package that can be used without importing them.
+        files: maps modules, relative to the package, to the names they define, separated by spaces.
+        own: names for ``__all__`` that the package itself defines.
+        modules: the package's modules that can be used without importing them first.
     """
     package = namespace["__name__"]
     file_of = {name: file for file, names in files.items() for name in names.split()}

@@ -1,7 +1,7 @@
-"""Everything Paceline says to the user: notes, warnings, and the text helpers that error messages share.
+"""Everything that Paceline tells the user: notes and warnings, plus text helpers that error messages share.
 
-Only the standard library is imported, so any room can use this file at no cost. With several processes only rank 0
-prints, unless a message is about one rank.
+This file imports only the standard library, so using it costs nothing. With several processes, only rank 0 prints,
+unless a message is about a particular rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Literal
 log = logging.getLogger("paceline")
 
 _PACKAGE = __name__.partition(".")[0]
-#: Folders of the repository that are not part of the package: their code counts as a user's.
+#: Folders in the repository that are not part of the package. Their code counts as user code.
 _NOT_IN_PACKAGE = ("tests", "examples", "benchmarks", "docs")
 _PROGRAMS = os.path.dirname(sys.executable)
 
-#: Environment variable for processes that run this process's command again: its id, and checksums of its messages.
+#: Environment variable for processes that run the same command again: this process's id and its messages' checksums.
 SAID = "PACELINE_SAID"
-#: Variables in which launchers store the rank. The strategies read them more carefully, and then call set_rank.
+#: Variables in which launchers store the rank. Strategies read these more carefully, then call set_rank.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _REMEMBERED = 1000
@@ -38,21 +38,21 @@ _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class PacelineWarning(UserWarning):
-    """A warning about something that works but is probably not what you want; the text says what to change."""
+    """A warning about something that works but is probably not what you want. The text says what to change."""
 
 
 class ValueWarning(PacelineWarning, RuntimeWarning):
-    """A warning that a value has no meaning; it is a ``RuntimeWarning`` too."""
+    """A warning about a meaningless value. It is also a ``RuntimeWarning``."""
 
 
 def set_rank(rank: int | None) -> None:
-    """Set the rank of this process; ranks other than 0 print nothing. None: read it from the environment."""
+    """Set this process's rank; only rank 0 prints. If ``rank`` is None, it is read from the environment."""
     global _rank
     _rank = rank
 
 
 def rank() -> int:
-    """This process's rank among all, 0-based."""
+    """Return this process's rank among all processes, 0-based."""
     if _rank is not None:
         return _rank
     value = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
@@ -60,17 +60,17 @@ def rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is rank 0, which prints messages and writes files."""
+    """Return True on rank 0, which prints messages and writes files."""
     return rank() == 0
 
 
 def spoken() -> str:
-    """The value of :data:`SAID` for processes that run the same command: this process's id and its messages so far."""
+    """Return the value of :data:`SAID` for processes that run the same command again."""
     return ",".join([str(os.getpid()), *_spoken])
 
 
 def _is_mine(text: str) -> bool:
-    """Whether this process prints the message: only rank 0 does, unless its parent process already has."""
+    """Return True if this process prints the message: only on rank 0, unless the parent process already printed it."""
     if not is_rank_zero():
         return False
     checksum = f"{zlib.crc32(text.encode()):x}"
@@ -82,7 +82,7 @@ def _is_mine(text: str) -> bool:
 
 
 def info(text: str) -> None:
-    """Print one line for the user through the ``paceline`` logger; to standard error if logging is not set up."""
+    """Print one line for the user through the ``paceline`` logger, or to standard error if logging is not set up."""
     if _is_mine(text):
         info_anywhere(text)
 
@@ -96,7 +96,7 @@ def info_anywhere(text: str) -> None:
 
 
 def columns(of_answers: bool = False) -> int | None:
-    """Width of the terminal that :func:`info` (or :func:`answer`) writes to; None if it does not write to one."""
+    """Return the width of the terminal that :func:`info` (or :func:`answer`) writes to; None without a terminal."""
     stream = sys.stdout if of_answers else sys.stderr
     with suppress(OSError, ValueError, AttributeError):  # unknown size, COLUMNS is not a number, no stream
         if stream.isatty():
@@ -105,19 +105,19 @@ def columns(of_answers: bool = False) -> int | None:
 
 
 def answer(text: str) -> None:
-    """Print the result of a command to standard output."""
+    """Print a command's result to standard output."""
     print(text)
 
 
 def error(text: str) -> None:
-    """Print to standard error on every rank: the final message of a process that is exiting."""
+    """Print the final message of a process that is exiting, to standard error on every rank."""
     print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
-    """Warn on rank 0 through :mod:`warnings`, located at the user's line.
+    """Warn on rank 0 through :mod:`warnings`, pointing at the line in the user's code.
 
-    If no user code is on the stack, as in a library's thread, the warning has no location.
+    If no user code is on the stack, for example in a library's thread, the warning has no location.
     """
     if not _is_mine(text):
         return
@@ -135,7 +135,7 @@ def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
 
 
 def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
-    """Who wrote the code of a frame: the user, Paceline, or a library (torch, Python itself, code without a file)."""
+    """Return whose code a frame runs: the user's, Paceline's, or a library's (torch, Python, code without a file)."""
     file, names = frame.f_code.co_filename, frame.f_globals
     module = names.get("__package__") or names.get("__name__") or ""
     top, _, rest = module.partition(".")
@@ -162,7 +162,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def debug_once(text: str) -> None:
-    """Log a line at debug level, once per process: for who looks for it."""
+    """Log a line at debug level, only once per process."""
     if text not in _said:
         _said.add(text)
         log.debug(text)
@@ -174,7 +174,7 @@ def forget() -> None:
 
 
 def names(values: Iterable[Any], last: str = "or") -> str:
-    """``['a', 'b', 'c']`` -> ``"'a', 'b' or 'c'"``."""
+    """Quote and join values: ``['a', 'b', 'c']`` -> ``"'a', 'b' or 'c'"``."""
     quoted = [repr(v) for v in values]
     if len(quoted) < 2:
         return "".join(quoted)
@@ -182,7 +182,7 @@ def names(values: Iterable[Any], last: str = "or") -> str:
 
 
 def path(value: Any) -> str:
-    """The shortest form of a path: relative if it is below the working directory."""
+    """Return a path's shortest form, which is relative if the path is below the working directory."""
     text = str(value)
     try:
         below = os.path.join(os.getcwd(), "")
@@ -192,19 +192,19 @@ def path(value: Any) -> str:
 
 
 def a(value: Any) -> str:
-    """A value's type with its article, such as ``"an int"``."""
+    """Return a value's type with an article, such as ``"an int"``."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text with aligned columns."""
+    """Format rows as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def size(number: float) -> str:
-    """Bytes with a unit, at 1024 each: ``1536`` -> ``"1.5 KiB"``."""
+    """Format a number of bytes with a unit, in steps of 1024: ``1536`` -> ``"1.5 KiB"``."""
     sign, number = "-" if number < 0 else "", abs(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if number < 1024:
@@ -214,7 +214,7 @@ def size(number: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``: short even for thousands of ranks."""
+    """Format ranks briefly, even thousands of them: ``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -226,23 +226,23 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def missing(who: str, package: str) -> str:
-    """Error text for a package that ``who`` needs and that is not installed."""
+    """Return the error text for a package that ``who`` needs but that is not installed."""
     return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, checked without importing it. A plain folder of that name does not count."""
+    """Return True if a package can be imported, without importing it. A plain folder of that name does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Return ``" Did you mean 'ddp'?"`` (with the leading space), or an empty string when nothing is close."""
+    """Return ``" Did you mean 'ddp'?"`` (with the leading space), or an empty string if no choice is similar."""
     close = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def unknown(what: str, value: Any, choices: Iterable[str], more: str = "") -> str:
-    """Error text for an unknown name: the value, the closest name, the valid names, and what else is accepted."""
+    """Return the error text for an unknown name: the value, the closest name, the valid names, and ``more``."""
     choices = list(choices)
     return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} Choose {names(choices)}{more}."

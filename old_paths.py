@@ -1,4 +1,4 @@
-"""Import modules by their former names: importing one returns the module from its current location, with a note."""
+"""Import modules by their former names. This returns the module from its current location and prints a note."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOVED = {
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import finder for former module names.
 
-    It comes first in ``sys.meta_path``: otherwise Python would find an empty folder left behind by an upgrade.
+    It comes first in ``sys.meta_path``, because Python might otherwise find an empty folder left behind by an upgrade.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a former name; None for any other name."""
+        """Return the spec for a former name; None for any other name."""
         package, _, inner = name.partition(".")
         if package != _PACKAGE or inner not in _MOVED:
             return None
@@ -55,5 +55,5 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which Python has replaced; the module itself has already run."""
+        """Restore the module's own spec, which Python has replaced. The module's code has already run."""
         module.__spec__ = module.__spec__ and module.__spec__.loader_state

@@ -1,11 +1,11 @@
-"""All private names of torch that Paceline uses. No other file uses any.
+"""All of torch's private names that Paceline uses. No other file uses private names of torch.
 
-Any version of torch may remove one. All exist in torch 2.11 to 2.13. If a name is missing, the code that uses it raises
-AttributeError or ImportError, unless its entry says otherwise. ``tests/test_torch_private.py`` uses every entry, so
-after an upgrade of torch it fails first. Entries used in every step are aliases or getters written in C, which cost no
-Python call.
+All of these names exist in torch 2.11 to 2.13. A later version may remove any of them. If a name is missing, code that
+uses it raises AttributeError or ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses
+every entry, so it is the first test to fail after a torch upgrade. Entries used in every step are aliases or getters
+written in C, which do not cost a Python call.
 
-Importing this file imports nothing beyond ``import torch``. The functions import what else they need.
+Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 # ---- data loading ----------------------------------------------------------------------------------------------------
 
-#: The iterator that a loader with persistent workers keeps for its next pass; None if it keeps none.
+#: The iterator that a loader with persistent workers keeps for its next epoch; None if it has no such iterator.
 running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Let a loader make a new iterator for its next pass.
+    """Make a loader create a new iterator for its next epoch.
 
-    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old batches.
+    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old iterator.
     """
     loader._iterator = None
 
 
 def makes_torchs_iterators(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's class uses torch's own iterators."""
+    """Return True if a loader's class uses torch's own iterators."""
     return type(loader)._get_iterator is DataLoader._get_iterator
 
 
@@ -58,16 +58,16 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """The dataset's own iterator, which an iterator without workers reads; ``iterator`` itself if there is none.
+    """Return the dataset's own iterator, which an iterator without workers reads; otherwise, ``iterator`` itself.
 
-    If torch removes this attribute, returns the iterator itself, and the end of a dataset is requested once more than
-    needed.
+    If torch removes this attribute, returns ``iterator`` itself, and one more item than needed is requested at the end
+    of a dataset.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
 
 def workers_of(iterator: Any) -> list[Any]:
-    """The worker processes of a loader's iterator.
+    """Return the worker processes of a loader's iterator.
 
     If torch removes this attribute, the list is empty, and the error about a lost worker does not say which
     worker it was.
@@ -76,9 +76,9 @@ def workers_of(iterator: Any) -> list[Any]:
 
 
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
-    """End the worker processes of an iterator, if it has any; persistent ones only with ``persistent``.
+    """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent``.
 
-    If torch removes this method, nothing happens, and workers end when their iterator is garbage-collected.
+    If torch removes this method, nothing happens, and workers exit when their iterator is garbage-collected.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -86,21 +86,21 @@ def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
-#: A module's own parameters by name: the dict in which the module looks them up.
+#: The dict in which a module looks up its own parameters by name.
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
-#: The same for buffers.
+#: Like :data:`own_parameters`, but for buffers.
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
-#: The same for submodules; one with several names appears several times.
+#: Like :data:`own_parameters`, but for submodules. A submodule with several names appears several times.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
-#: The names of a module's own buffers that its ``state_dict`` leaves out.
+#: The names of a module's own buffers that are not in its ``state_dict``.
 unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``nn.Module.__init__`` has run.
+    """Return True if ``nn.Module.__init__`` has run.
 
     If torch removes this attribute, always returns False, so every module is refused.
     """
@@ -108,35 +108,35 @@ def is_initialized(module: nn.Module) -> bool:
 
 
 def unscales_in_its_step(optimizer: Any) -> bool:
-    """Whether an optimizer takes the loss scale out inside of its step.
+    """Return True if an optimizer removes the loss scale inside its step.
 
-    If torch removes this attribute, always returns False; nothing is refused then.
+    If torch removes this attribute, always returns False, so no optimizer is refused.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-#: The method behind ``.to()``, ``.cuda()`` and ``.half()``: applies a function to all tensors. An attribute of this
-#: name on an object replaces it. If torch removes this method, converting dtypes raises AttributeError, and a model
-#: that a device map has spread can be moved.
+#: The method behind ``.to()``, ``.cuda()`` and ``.half()``, which applies a function to all tensors. An attribute of
+#: this name on an object replaces the method. If torch removes this method, converting dtypes raises AttributeError,
+#: and moving a model that a device map has spread is no longer refused.
 APPLY = "_apply"
 
-#: What a module runs when it is called and is not compiled: hooks and ``forward``.
+#: The method that runs when an uncompiled module is called: hooks and ``forward``.
 plain_call: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
-#: The attribute that a module calls instead, if it is not None: what ``module.compile()`` sets. If torch removes
-#: this attribute, reading it raises AttributeError, and a value set there is never called.
+#: The attribute, set by ``module.compile()``, that a module calls instead if it is not None. If torch removes this
+#: attribute, reading it raises AttributeError, and a value set there is never called.
 COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled in place."""
+    """Return True if a module was compiled in place."""
     return getattr(module, COMPILED_CALL) is not None
 
 
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
-    """The version of each module's layout in a ``state_dict``, by module.
+    """Return the version of each module's layout in a ``state_dict``, by module name.
 
-    If torch removes this attribute, the mapping is empty, and each module reads the state as the oldest version.
+    If torch removes this attribute, the mapping is empty, and each module reads its state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -155,30 +155,30 @@ def load_own_tensors(
     Args:
         module: the module to load into.
         state: the full model's state.
-        prefix: the module's name in it, with a dot at the end; empty for the whole model.
+        prefix: the module's name in ``state``, with a dot at the end; empty for the full model.
         version: the module's entry in :func:`saved_versions`.
-        missing: gets the names that are not in ``state``.
-        unexpected: gets the names that the module does not have.
-        problems: gets descriptions of other problems.
+        missing: receives the names that are not in ``state``.
+        unexpected: receives the names that the module does not have.
+        problems: receives descriptions of other problems.
     """
     module._load_from_state_dict(state, prefix, version, True, missing, unexpected, problems)
 
 
-#: What ``load_state_dict`` returns.
+#: The type that ``load_state_dict`` returns.
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
-#: The base class of all batch norms.
+#: The base class of all batch norm layers.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
-#: The base class of all convolutions.
+#: The base class of all convolution layers.
 Convolution = nn.modules.conv._ConvNd
 
-#: The base class of all dropouts.
+#: The base class of all dropout layers.
 Dropout = nn.modules.dropout._DropoutNd
 
 
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
-    """Attributes that let a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
+    """Return attributes that make a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
 
     If torch removes this attribute, raises AttributeError.
     """
@@ -192,15 +192,15 @@ def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
 #: Functions for nested lists, tuples and dicts of tensors.
 pytree = _pytree
 
-#: Key shared by tensors that use the same storage, even without memory.
+#: A key that is equal for tensors that share their storage, even if it has no memory.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 
-#: The hooks that run in a tensor's backward pass; None if there are none.
+#: The hooks that run in a tensor's backward pass; None if it has no hooks.
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def change_count(tensor: Tensor) -> int | None:
-    """How many times a tensor was changed in place; None for inference tensors, whose changes torch does not count."""
+    """Return how often a tensor was changed in place; None for inference tensors, for which torch does not count."""
     try:
         return tensor._version
     except RuntimeError:
@@ -210,10 +210,10 @@ def change_count(tensor: Tensor) -> int | None:
 #: Multiplies several tensors in place by a number or a scalar tensor.
 multiply_each_: Callable[[list[Tensor], float | Tensor], None] = torch._foreach_mul_  # type: ignore[reportPrivateImportUsage]
 
-#: The norm of each of several tensors.
+#: Computes the norm of each of several tensors.
 norm_of_each: Callable[..., list[Tensor]] = torch._foreach_norm  # type: ignore[reportPrivateImportUsage]
 
-#: Multiplies gradients in place by the inverse of the loss scale, and records whether one is not finite.
+#: Multiplies gradients in place by the inverse loss scale, and records whether any value is not finite.
 unscale_each_: Callable[[list[Tensor], Tensor, Tensor], None] = (
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 )
@@ -224,22 +224,22 @@ read_number = torch.ops.aten._local_scalar_dense
 #: The operator of ``torch.unique``.
 find_unique = torch.ops.aten._unique2
 
-#: The operator for products of groups of matrices.
+#: The operator for grouped matrix products.
 grouped_mm = torch.ops.aten._grouped_mm
 
-#: Base class of contexts that see every operator.
+#: Base class of context managers that intercept every operator.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
-#: The innermost context that sees calls of torch's functions.
+#: Returns the innermost context manager that intercepts calls of torch functions.
 current_function_mode: Callable[[], Any] = overrides._get_current_function_mode
 
-#: Context in which tensors have shapes but no values.
+#: Context manager in which tensors have shapes but no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
 #: The class of tensors without values.
 FakeTensor = fake_tensor.FakeTensor
 
-#: Raised when a program reads a value of such a tensor.
+#: The error raised when a program reads a value from a tensor without values.
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
@@ -247,35 +247,36 @@ DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
 def default_store() -> Any:
-    """The store of the default process group: keys and values that all ranks see."""
+    """Return the default process group's key-value store, which all ranks share."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """How long a group's collectives may take on a kind of device."""
+    """Return the timeout for a group's collectives on a type of device."""
     return group._get_backend(device).options._timeout
 
 
 def fake_store() -> Any:
-    """The store for ``init_process_group("fake")``, a group that has one real rank and sends nothing."""
+    """Return the store for ``init_process_group("fake")``, a group with one real rank that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def time_every_step(wrapped: Any) -> None:
-    """Make a ``DistributedDataParallel`` time the communication of every step, not only of some."""
+    """Make a ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 
-#: What a ``DistributedDataParallel`` has timed: nanoseconds by name, and ``iteration``, the number of steps.
+#: Returns the times that a ``DistributedDataParallel`` measured, in nanoseconds by name, plus ``iteration``, the number
+#: of steps.
 communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp_logging_data")
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh with one dimension of this name over all processes of ``mesh``. The root mesh remembers it."""
+    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh remembers it."""
     return mesh._flatten(name)
 
 
@@ -283,7 +284,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; imports nothing.
+    """Return True if a tensor is a DTensor, without importing anything.
 
     If torch removes this attribute, always returns False.
     """
@@ -291,7 +292,7 @@ def is_in_parts(tensor: Any) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor, outside of autograd; any other tensor unchanged.
+    """Return this process's shard of a DTensor, detached from autograd, or any other tensor unchanged.
 
     If torch removes this attribute, returns the DTensor itself.
     """
@@ -299,21 +300,21 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(like: Any, part: Tensor) -> Any:
-    """A DTensor laid out like ``like``, with ``part`` as this process's shard; it does not require gradients."""
+    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard. It does not require gradients."""
     return type(like)(part, like._spec, requires_grad=False)
 
 
 def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """The shape of this process's shard of a DTensor, and its offset in the full tensor, from the layout."""
+    """Compute the shape of this process's shard of a DTensor and its offset in the full tensor, from the layout."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
 
 
 def forget_layouts() -> None:
-    """Clear torch's caches of the result layouts of DTensor operators, because they refer to process groups.
+    """Clear torch's caches of DTensor operators' output layouts, because the caches refer to process groups.
 
-    If torch removes these caches, raises AttributeError; without the C++ cache, only the other caches are cleared.
+    If torch removes these caches, raises AttributeError. If it removes the C++ cache, only the others are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -325,23 +326,23 @@ def forget_layouts() -> None:
             clear()
 
 
-#: The logger for torch's message that it redistributes a tensor in several steps. If torch removes this logger, its
-#: lines are not filtered.
+#: The logger for torch's message that it redistributes a tensor in several steps. If torch renames this logger, the
+#: message is no longer filtered out.
 REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 
-#: FSDP's state of a module that it shards.
+#: Returns FSDP's state for a module that it shards.
 fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
-#: Ends a backward pass: reduces waiting gradients. Takes the root's :func:`fsdp_state`.
+#: Finishes a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`.
 finish_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
 
-#: The function of a :func:`fsdp_state` that takes a tensor from which a backward pass will start, if torch did not find
-#: that tensor in the module's output.
+#: Returns the method of an :data:`fsdp_state` that registers a tensor as the start of a backward pass. It is needed for
+#: tensors that torch does not find in the module's output.
 expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_register_pre_backward_hook")
 
 
 def fsdp_parameters(root: nn.Module) -> list[Any]:
-    """FSDP's state of each parameter that it has sharded. Some versions have one group per module, others several."""
+    """Return FSDP's state for each sharded parameter. In some torch versions, a module has several parameter groups."""
     from torch.distributed.fsdp import FSDPModule
 
     states = [fsdp_state(part) for part in root.modules() if isinstance(part, FSDPModule)]
@@ -354,15 +355,15 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 
 
 def whole_parameter(one: Any) -> nn.Parameter | None:
-    """The unsharded parameter of an entry of :func:`fsdp_parameters`; None before it is first gathered.
+    """Return the unsharded parameter for an entry of :func:`fsdp_parameters`; None before it is first gathered.
 
-    If torch removes this attribute, returns None, and gradients that wait for their reduction are not saved.
+    If torch removes this attribute, returns None, and gradients that are still waiting to be reduced are not saved.
     """
     return getattr(one, "_unsharded_param", None)
 
 
-#: The attribute that marks a module in which FSDP has sharded something. If torch removes this attribute, a run in
-#: other processes returns layers with traces of its sharding.
+#: The attribute that marks a module in which FSDP has sharded parameters. If torch removes this attribute, a run in
+#: other processes returns layers that still carry FSDP's attributes.
 FSDP_MARK = "_is_fsdp_managed_module"
 
 #: All attributes that ``fully_shard`` adds to a module. If torch removes them, see :data:`FSDP_MARK`.
@@ -370,16 +371,16 @@ FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_para
 
 
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
-    """The classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
+    """Return the classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If torch removes this attribute, returns None, and the policy is called as if it were a function.
+    If torch removes this attribute, returns None, and the policy is called like a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
 
 
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
-    """The function of a ``CustomPolicy``; None for any other policy.
+    """Return the function of a ``CustomPolicy``; None for any other policy.
 
     If torch removes this attribute, the same happens as in :func:`classes_of_policy`.
     """
@@ -390,7 +391,7 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether this process may have compiled anything; imports nothing.
+    """Return True if this process may have compiled anything. Imports nothing.
 
     If torch removes this module, returns False.
     """
@@ -398,10 +399,10 @@ def compiler_is_loaded() -> bool:
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """For a ``torch.compile(module)``, the function that compiles others with the same options; None for other objects.
+    """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
 
-    If torch removes the class or its attribute, raises AttributeError; if torch moves the class's
-    module, returns None for every object.
+    If torch removes the class or its attribute, raises AttributeError. If torch moves the class to another module,
+    returns None for every object.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -412,7 +413,7 @@ inside_compiled: Callable[[Any], nn.Module] = attrgetter("_orig_mod")
 
 
 def on_compiling(begin: Callable[..., None], end: Callable[..., None]) -> None:
-    """Call ``begin`` before each compilation and ``end`` after it. Calling this again changes nothing."""
+    """Call ``begin`` before each compilation and ``end`` after it. Calling this again has no effect."""
     from torch._dynamo.callback import callback_handler
 
     if begin not in callback_handler.start_callbacks:
@@ -430,11 +431,11 @@ def off_compiling(begin: Callable[..., None], end: Callable[..., None]) -> None:
 
 
 def recompilations() -> logging.Logger:
-    """The logger to which torch, from now on, explains why it compiles a function again.
+    """Return the logger in which torch, from now on, explains why it recompiles a function.
 
-    ``torch._logging.set_logs`` could do that too, but would overwrite the user's settings for torch's logs.
+    ``torch._logging.set_logs`` would work as well, but would overwrite the user's settings for torch's logs.
     """
-    from torch._dynamo import guards  # noqa: F401 (it sets the level of its logger when it is imported)
+    from torch._dynamo import guards  # noqa: F401 (importing it sets its logger's level)
     from torch._logging._internal import log_state
 
     log_state.enable_artifact("recompiles")
@@ -442,29 +443,29 @@ def recompilations() -> logging.Logger:
 
 
 def tracing_whole_steps() -> AbstractContextManager[Any]:
-    """Context in which torch compiles backward as part of a function, and treats integers on modules as data."""
+    """Context manager in which torch compiles backward inside a function and treats modules' integers as inputs."""
     import torch._dynamo.config as dynamo
 
     return dynamo.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True)  # type: ignore[attr-defined]
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Torch's errors for a function that it cannot compile, and for one that it has compiled too often."""
+    """Return torch's error for a function that it cannot compile, and its error for one that it compiled too often."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def keep_address(tensor: Tensor) -> None:
-    """Promise torch's compiler that a tensor keeps its address in memory, so that CUDA graphs need no copy of it."""
+    """Tell torch's compiler that a tensor keeps its memory address, so that CUDA graphs do not have to copy it."""
     torch._dynamo.mark_static_address(tensor)
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Let torch's compiler trace how an optimizer collects its gradients, like any other code.
+    """Make torch's compiler trace the code that collects an optimizer's gradients like any other code.
 
-    By default torch treats this code specially, which needs gradients before the graph runs. If torch removes
-    this attribute, nothing happens, and the special treatment stays.
+    By default, torch handles this code in a special way that needs gradients before the graph runs. If torch removes
+    this attribute, nothing happens, and the special handling stays.
 
     Args:
         methods: the methods of the optimizer's class by name; changed in place.
@@ -476,65 +477,65 @@ def let_trace_groups(methods: dict[str, Any]) -> None:
 
 # ---- optimizers, schedulers, loss scaling ----------------------------------------------------------------------------
 
-#: The attribute of an optimizer that tells schedulers that it has stepped. If torch removes this attribute, a scheduler
-#: warns that it was stepped first.
+#: The optimizer attribute that tells schedulers that the optimizer has stepped. If torch removes this attribute, a
+#: scheduler warns that it was stepped before the optimizer.
 HAS_STEPPED = "_opt_called"
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """The hooks that run before and after an optimizer's steps."""
+    """Return the hooks that run before and after an optimizer's steps."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def takes_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``Optimizer.__init__`` has run, without which hooks cannot be registered.
+    """Return True if ``Optimizer.__init__`` has run, which is required to register hooks.
 
-    If torch removes this attribute, always returns False, and a step that the user makes by mistake is not noticed.
+    If torch removes this attribute, always returns False, and a step that the user takes by mistake is not detected.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def is_of_scheduler(step: Any) -> bool:
-    """Whether a scheduler has set this ``step`` on its optimizer, to count the calls.
+    """Return True if a scheduler has set this ``step`` on its optimizer to count the calls.
 
-    If torch removes this attribute, returns False, and an optimizer with a scheduler counts as one whose step was
+    If torch removes this attribute, returns False, and the step of any optimizer with a scheduler seems to have been
     replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
 
 #: The attribute with the schedulers inside a ``SequentialLR`` or a ``ChainedScheduler``. If torch removes this
-#: attribute, they are not seen.
+#: attribute, the inner schedulers are not found.
 INNER_SCHEDULERS = "_schedulers"
 
-#: The attribute with the learning rates that a scheduler set last. If torch removes this attribute, the
-#: scheduler has no rate for parameters that are added to an optimizer.
+#: The attribute with the learning rates that a scheduler set most recently. If torch removes this attribute, the
+#: scheduler has no rate for parameters that are added to an optimizer later.
 LAST_RATES = "_last_lr"
 
-#: The loss scale, shape (), of a ``GradScaler``; None before the first loss.
+#: A ``GradScaler``'s loss scale, shape (); None before the first loss.
 scale_of: Callable[[Any], Tensor] = attrgetter("_scale")
 
-#: The state of a ``GradScaler`` for each optimizer since its last update, by the optimizer's id.
+#: A ``GradScaler``'s state for each optimizer since the last update, by the optimizer's id.
 scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
 
 
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
-    """Let a ``GradScaler`` unscale the gradients of an optimizer with this function.
+    """Make a ``GradScaler`` unscale an optimizer's gradients with this function.
 
-    If torch removes this method, the function is not called, and torch unscales each shard by itself.
+    If torch removes this method, the function is not called, and torch unscales each shard separately.
     """
     scaler._unscale_grads_ = unscale
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-#: Modules and names that the index of a distributed checkpoint uses from outside its own module. If torch
-#: removes one: indexes use another name, which is refused.
+#: Modules and names that a distributed checkpoint's index uses from outside its own module. If torch removes one of
+#: them, indexes use another name, which is refused.
 NAMES_IN_INDEX = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
 }
 
-#: The file writer of a TensorBoard ``SummaryWriter``, a new one if it was closed.
+#: Returns the file writer of a TensorBoard ``SummaryWriter``, which is a new one if the previous one was closed.
 event_writer: Callable[[Any], Any] = methodcaller("_get_file_writer")

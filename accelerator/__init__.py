@@ -1,1 +1,1 @@
-"""Door two: the Accelerator, for people who keep their own training loop."""
+"""The Accelerator, for users who write their own training loop."""

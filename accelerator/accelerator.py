@@ -1,4 +1,4 @@
-"""``Accelerator``: three changed lines make a plain PyTorch loop run on any device, or on many."""
+"""``Accelerator``, which runs a plain PyTorch loop on any device, or on many, with three changed lines."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ T5 = TypeVar("T5")
 
 
 class Accelerator(Facts):
-    """Lets your own training loop run on one device or many: create one, then call ``prepare`` and ``backward``.
+    """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
 
     Example::
 
@@ -80,35 +80,37 @@ class Accelerator(Facts):
                 scheduler.step()
                 optimizer.zero_grad()
 
-    An argument that is None is not set: its value comes from the launch command, the environment or the config file.
+    An argument that is None takes its value from the launch command, the environment or the config file.
 
     Args:
         device_placement: whether ``prepare`` moves models, and loaders move batches, to the device.
-        split_batches: split each batch among all processes; see ``DataLoaderConfiguration``.
+        split_batches: whether to split each batch across processes; see ``DataLoaderConfiguration``.
         mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
-        gradient_accumulation_steps: micro-batches in a window, for ``accumulate``.
-        cpu: compute on the CPU even if there are GPUs.
-        dataloader_config: how loaders are split.
-        deepspeed_plugin: DeepSpeed and its settings.
-        deepspeed_plugins: the same in a dict.
+        gradient_accumulation_steps: number of micro-batches in a window, for ``accumulate``.
+        cpu: whether to use the CPU even if there are GPUs.
+        dataloader_config: settings for preparing loaders.
+        deepspeed_plugin: enables DeepSpeed and configures it.
+        deepspeed_plugins: a dict that contains that plugin.
         megatron_lm_plugin: not supported.
-        fsdp_plugin: FSDP2 and its settings.
-        rng_types: accepted and ignored; all ranks use the same sample order without exchanging random states.
-        log_with: names, classes or objects of trackers, or a list of them; ``"all"`` for every installed one.
-        project_dir: folder of logs and checkpoints.
+        fsdp_plugin: enables FSDP2 and configures it.
+        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
+        log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
+        project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
-        gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
-        step_scheduler_with_optimizer: schedulers advance only when their optimizers have stepped; False: at each call.
-        kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
-        dynamo_backend: compile models with this backend.
-        dynamo_plugin: the backend and more settings.
+        gradient_accumulation_plugin: ``gradient_accumulation_steps`` and related settings.
+        step_scheduler_with_optimizer: if True, schedulers advance only when their optimizers have stepped; if False,
+            they advance on every call.
+        kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
+            profiler.
+        dynamo_backend: backend to compile models with.
+        dynamo_plugin: the backend and other compilation settings.
         parallelism_config: sizes of the tensor-parallel, sharded and replicated dimensions.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
-        scheduler_steps: how far ``scheduler.step()`` advances a schedule. ``"per_update"``: one step; ``"per_sample"``:
-            as many steps as there are data-parallel processes, for a schedule whose length was computed for a single
-            process.
-        output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside of autocast
-            keeps its accuracy; ``"keep"`` does not.
+        scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
+            ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
+            computed for a single process.
+        output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
+            keeps its accuracy; ``"keep"`` leaves them unchanged.
     """
 
     @check_names()
@@ -197,10 +199,10 @@ class Accelerator(Facts):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which continues where this object stands.
+        """Return the state for a copy, which continues from this object's current state.
 
         Raises:
-            TypeError: several processes share this object.
+            TypeError: the run has several processes, or shards its models.
         """
         refuse_processes(self.strategy, "An Accelerator")
         own, methods = vars(self), type(self)
@@ -240,33 +242,33 @@ class Accelerator(Facts):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model is returned as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed pass a
-        model and its optimizer in one call.
+        A model is returned as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed, pass a
+        model and its optimizer in the same call.
 
         Args:
             *objects: the objects.
-            device_placement: for each object, whether it is moved to the device.
+            device_placement: one bool per object, which says whether to move the object to the device.
 
         Returns:
-            The prepared objects in the order given; a single one without a tuple.
+            A tuple of the prepared objects in the order given, or the object itself if there is only one.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(
-                f"accelerator.prepare got {len(objects)} objects and device_placement for {len(device_placement)}. "
-                "Pass one bool per object, or leave it out."
+                f"accelerator.prepare got {len(objects)} objects, but device_placement has {len(device_placement)} "
+                "values. Pass one bool per object, or leave out device_placement."
             )
         found = self.prepared.prepare(objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are created on the run's device and in its dtype.
+        """Context manager that creates layers on the run's device and in its dtype.
 
         Under a strategy that shards, ``load_checkpoint_in_model`` inside this context defers reading weights to
         ``prepare``, where each process reads only its shard.
 
         Args:
-            empty_init: leave out initial values, for weights that will be loaded; create layers without memory if
-                the strategy shards.
+            empty_init: whether to skip weight initialization, for weights that will be loaded. If the strategy shards,
+                layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -277,8 +279,8 @@ class Accelerator(Facts):
 
         Args:
             model: the model.
-            device_placement: whether it is moved to the device; None for the Accelerator's setting.
-            evaluation_mode: the model is only evaluated, so nothing is kept for its gradients.
+            device_placement: whether to move the model to the device; None uses the Accelerator's setting.
+            evaluation_mode: whether the model is only evaluated, so that nothing is kept for gradients.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
@@ -299,12 +301,12 @@ class Accelerator(Facts):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss; replaces ``loss.backward()``.
+        """Run the backward pass of a loss; call this instead of ``loss.backward()``.
 
         Args:
             loss: scalar, shape ().
-            num_items: number of items (tokens, boxes) that the loss averages over. The gradient of a window is then
-                the mean over all items on all ranks; otherwise all micro-batches have the same weight.
+            num_items: number of items (tokens, boxes) that the loss averages over. A window's gradient is then the
+                mean over all items on all ranks. If None, all micro-batches have the same weight.
             **kwargs: passed to ``loss.backward``.
         """
         gradients = self.gradients
@@ -328,35 +330,36 @@ class Accelerator(Facts):
                 self.gradient_state.window.local.add(id(strategy))
 
     def accumulate(self, *models: Any) -> Window:
-        """``with accelerator.accumulate(model):`` around one micro-batch of a window.
+        """Return a context manager for one micro-batch of a window: ``with accelerator.accumulate(model):``.
 
-        Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` only take effect on the last
+        Inside it, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` take effect only on the last
         micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader. Models that
         are trained in turn, such as a GAN's, have separate windows.
 
         Args:
-            *models: prepared models that accumulate gradients; by default all of them.
+            *models: prepared models that accumulate gradients; all of them by default.
         """
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization for a prepared model, or for all if None."""
+        """Context manager that turns off gradient synchronization for ``model``, or for all models if it is None."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
-        """Context in which the next backward pass communicates even if its forward pass ran under ``no_sync``."""
+        """Context manager that synchronizes the next backward pass even if its forward ran under ``no_sync``."""
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total gradient norm if the window is complete; call it after every backward pass.
+        """Clip the total gradient norm if the window is complete; call this after every backward pass.
 
         Args:
             parameters: parameters of prepared models.
-            max_norm: the largest allowed norm.
-            norm_type: order of the norm; ``inf`` for the largest element.
+            max_norm: maximum norm.
+            norm_type: order of the norm; ``inf`` means the largest absolute value.
 
         Returns:
-            The norm before clipping, shape (); while accumulating, the previous window's norm (nan if there is none).
+            The norm before clipping, shape (). While gradients accumulate, this is the previous window's norm, or
+            nan if there is no previous window.
         """
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
@@ -365,44 +368,44 @@ class Accelerator(Facts):
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide complete gradients by the fp16 loss scale, once. Clipping does this automatically.
+        """Divide complete gradients by the fp16 loss scale, at most once. Clipping does this automatically.
 
         Args:
-            optimizer: one or several prepared optimizers; None for all.
+            optimizer: one or more prepared optimizers; None means all.
         """
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Context that computes in the chosen precision, as a prepared model's forward pass does.
+        """Context manager that computes in the chosen precision, as a prepared model's forward pass does.
 
         Args:
-            autocast_handler: ``AutocastKwargs`` for this block, for example to disable autocast.
+            autocast_handler: ``AutocastKwargs`` for this block, for example to turn off autocast.
         """
         if autocast_handler is not None:
             return autocast_handler.context(self.strategy)
         return self.strategy.precision.forward_context()
 
-    # ---- between processes -----------------------------------------------------------------------------------------
+    # ---- communication -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T1) -> T1:
-        """Concatenate the tensors of all processes along the first dimension, in nested lists, tuples and dicts."""
+        """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of a batch from all processes, with each sample of the dataset once.
+        """Gather a batch's results from all processes, so that each sample of the dataset occurs once.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. Anything else
-        is returned whole.
+        is returned unchanged.
 
         Args:
-            input_data: tensors, in nested lists, tuples and dicts, or any objects.
-            use_gather_object: gather as Python objects.
+            input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
+            use_gather_object: whether to gather the data as Python objects.
         """
         loader = self.gradient_state.active_dataloader
         return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
-        """Reduce tensors over processes, then multiply them by ``scale``; ``"none"`` does not reduce them."""
+        """Reduce tensors across processes, then multiply them by ``scale``; ``"none"`` skips the reduction."""
         return operations.reduce(tensor, self.strategy, reduction, scale)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
@@ -412,11 +415,11 @@ class Accelerator(Facts):
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The module itself, without the wrappers of ``torch.compile``, DataParallel and DistributedDataParallel.
+        """Return the module without its ``torch.compile``, DataParallel and DistributedDataParallel wrappers.
 
         Args:
             model: the model.
-            keep_fp32_wrapper: False restores the module's own forward, so that it is a plain module again.
+            keep_fp32_wrapper: if False, restore the module's own forward, so that it is a plain module again.
             keep_torch_compile: accepted and ignored.
         """
         found = unwrapped(model)
@@ -425,7 +428,7 @@ class Accelerator(Facts):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget all prepared objects and free memory. Assign the result (None for each object) to your variables."""
+        """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables."""
         self.prepared.clear()
         self.windows.clear()
         self.gradient_state.step = 0
@@ -434,60 +437,61 @@ class Accelerator(Facts):
     clear = free_memory
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported: use ``Trainer(strategy=ModelParallelStrategy(...))`` to split sequences."""
+        """Not supported. To split sequences, use ``Trainer(strategy=ModelParallelStrategy(...))``."""
         if kwargs.get("buffers") or args:
             raise NotImplementedError(
-                "accelerator.maybe_context_parallel: splitting sequences needs the whole step; use Trainer(strategy="
-                "ModelParallelStrategy(context_parallel=..., context_parallel_dims=...))."
+                "accelerator.maybe_context_parallel is not supported, because splitting sequences needs control of the "
+                "entire step. Use Trainer(strategy=ModelParallelStrategy(context_parallel=..., "
+                "context_parallel_dims=...))."
             )
         return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not supported: LOMO steps during backward, so windows, clipping and loss scaling cannot work."""
+        """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""
         raise NotImplementedError(
-            "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any "
-            "optimizer from torch.optim."
+            "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
+            "accelerator.backward(loss) with any optimizer from torch.optim."
         )
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
 
     @phase("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything that the loop needs for a bit-identical resume; see :meth:`.save_state.States.save`."""
+        """Save everything that the loop needs to resume bit for bit; see :meth:`.save_state.States.save`."""
         return self.states.save(output_dir, safe_serialization, **kwargs)
 
     @phase("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Resume from a state of :meth:`save_state`; see :meth:`.save_state.States.load`."""
+        """Resume from a state that :meth:`save_state` wrote; see :meth:`.save_state.States.load`."""
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects, which have ``state_dict`` and ``load_state_dict``, with the state."""
+        """Register objects with ``state_dict`` and ``load_state_dict``, to save and load them as part of the state."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, weights, output_dir)`` before a state is saved, on every rank.
+        """Call ``hook(models, weights, output_dir)`` on every rank before a state is saved.
 
-        Files that it writes to ``output_dir`` appear together with the state. If rank 0 removes a model's entry from
-        ``weights``, the state does not contain that model.
+        Files that the hook writes to ``output_dir`` appear together with the state. If the hook removes a model's entry
+        from ``weights`` on rank 0, the state does not contain that model.
 
         Returns:
-            A handle with ``remove()``.
+            A handle whose ``remove()`` removes the hook.
         """
         return self.states.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, input_dir)`` before a state is loaded, on every rank.
+        """Call ``hook(models, input_dir)`` on every rank before a state is loaded.
 
-        A model that it removes from ``models`` gets no weights from the state.
+        If the hook removes a model from ``models``, the model gets no weights from the state.
 
         Returns:
-            A handle with ``remove()``.
+            A handle whose ``remove()`` removes the hook.
         """
         return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """A model's full ``state_dict``. Every process must call this; see :meth:`.model_weights.ModelWeights`."""
+        """Return a model's full state dict. Every process must call this; see :meth:`.ModelWeights.state_dict`."""
         return self.weights.state_dict(model, unwrap)
 
     def save_model(
@@ -497,13 +501,13 @@ class Accelerator(Facts):
         self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file, on the main process; see :meth:`.model_weights.ModelWeights.save`."""
+        """Write an object to a file on the main process; see :meth:`.model_weights.ModelWeights.save`."""
         self.weights.save(obj, f, safe_serialization)
 
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        """Start the trackers that ``log_with`` requests; see :meth:`.trackers.Trackers.start`."""
         self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
 
     def log(
@@ -513,30 +517,31 @@ class Accelerator(Facts):
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name, or with ``unwrap`` the object behind it."""
+        """Return a tracker by name, or the object that it wraps if ``unwrap`` is True."""
         return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Close all trackers. The process group is left when the program ends."""
+        """Close all trackers. The process leaves the process group only when the program ends."""
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context that yields torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
+        """Context manager that yields torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
-        """Context around a training loop that reports what is slow in it, why, and what to change.
+        """Context manager for a training loop that reports what is slow, why, and what to change.
 
         Args:
-            dirpath: folder for ``doctor.html`` and ``doctor.json``; None for ``project_dir`` or the working directory.
-            write: whether to write these files; False only prints the report.
+            dirpath: folder for ``doctor.html`` and ``doctor.json``; None means ``project_dir``, or else the working
+                directory.
+            write: whether to write these files; if False, only print the report.
         """
         return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
-        """Context in which processes may have different numbers of batches."""
+        """Context manager that allows processes to have different numbers of batches."""
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose passes skip the first batches; see :func:`.loaders.skip_first_batches`."""
+        """Return a loader that skips the first batches of each pass; see :func:`.loaders.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)

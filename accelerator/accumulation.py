@@ -1,4 +1,4 @@
-"""Accumulation windows of a user's loop: when gradients are communicated, weighted and used for a step."""
+"""Accumulation windows, which decide when a user's loop synchronizes, weights and applies gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """What windows, gathering and errors need from the loader being read: a :class:`.loaders.PreparedLoader`."""
+    """The interface of the current loader (a :class:`.loaders.PreparedLoader`) for windows, gathering and errors."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -34,30 +34,31 @@ class ReadLoader(Protocol):
 
 
 class GradientState:
-    """The current micro-batch of an Accelerator: its loader, and whether it completes the gradients.
+    """The state of an Accelerator's current micro-batch: its loader, and whether it completes the window.
 
     Args:
-        num_steps: micro-batches in a window.
-        adjust_scheduler: accepted; schedulers never advance while gradients accumulate.
-        sync_with_dataloader: the last batch of a loader completes a window.
-        sync_each_batch: communicate gradients after every micro-batch: less memory under FSDP, more communication.
+        num_steps: number of micro-batches in a window.
+        adjust_scheduler: accepted and ignored; schedulers never advance while gradients accumulate.
+        sync_with_dataloader: whether the last batch of a loader completes a window.
+        sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
+            needs more communication.
 
     Attributes:
-        sync_gradients: this micro-batch completes the window, so optimizers step.
-        active_dataloader: the loader of the current batch; None outside of all passes.
+        sync_gradients: whether this micro-batch completes the window, so that optimizers step.
+        active_dataloader: the loader of the current batch; None if no loader is being read.
         window: the innermost open ``accumulate`` window, or the last one.
-        speaker: the window that last decided which backward passes communicate; None if something else did since.
-        on_pass: called with a loader when a pass over it begins.
-        explain: returns an error that says what to do about a given error, or None.
+        speaker: the window that last set which backward passes synchronize gradients; None if something else set it.
+        on_pass: function to call with a loader when a pass over it begins.
+        explain: function that returns an error saying what to do about a given error, or None.
         depth: number of open ``accumulate`` blocks.
-        by_hand: the loop itself decides after which micro-batches to step, and weights its losses.
-        dataloader_references: loaders that are being read, the innermost last.
-        trains: an optimizer was prepared.
-        first_use: called once, at the next backward pass or optimizer step.
-        windows: ``accumulate`` windows by the ids of their models; ``()`` for the window of all models.
-        checked: whether the function that runs backward passes was chosen since the last model was prepared.
-        runs_own_backward: the script was warned that it does not call ``accelerator.backward``.
-        step: a counter for the loop's own use, saved in states.
+        by_hand: whether the loop itself decides after which micro-batches to step, and weights its losses.
+        dataloader_references: loaders that are being read, innermost last.
+        trains: whether an optimizer was prepared.
+        first_use: functions to call once, at the next backward pass or optimizer step.
+        windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
+        checked: whether the function that runs backward passes has been chosen since the last model was prepared.
+        runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
+        step: a counter for the loop's own use, saved with the state.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class GradientState:
         self.step = 0
 
     def models_changed(self) -> None:
-        """Note that a model was prepared."""
+        """Record that a model was prepared."""
         self.windows.pop((), None)
         self.checked = False
 
     def used(self) -> None:
-        """Call the functions in ``first_use``."""
+        """Call the functions in ``first_use``, and clear the list."""
         waiting, self.first_use = self.first_use, []
         for tell in waiting:
             tell()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without anything tied to this process: passes over loaders, open blocks, callbacks, ids."""
+        """Return the state without anything tied to this process: loader passes, open blocks, callbacks and IDs."""
         return vars(self) | {
             "speaker": None,
             "on_pass": None,
@@ -119,7 +120,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the last batch of all ranks together; -1 if unknown."""
+        """Number of samples in the last batch across all ranks; -1 if unknown."""
         return -1 if self.active_dataloader is None else self.active_dataloader.remainder
 
     @property
@@ -129,7 +130,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin``."""
+        """The fields of the ``GradientAccumulationPlugin``, by name."""
         return {
             "num_steps": self.num_steps,
             "adjust_scheduler": self.adjust_scheduler,
@@ -138,30 +139,30 @@ class GradientState:
         }
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """For loops that fetch all batches of a window before its steps, such as transformers.Trainer.
+        """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
-        The loader's position then says nothing about the current micro-batch, so losses are not weighted.
+        In such loops, the loader's position says nothing about the current micro-batch, so losses are not weighted.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Always False: XLA is not supported."""
+        """Always False, because XLA is not supported."""
         return False
 
     def say_read_at_once(self) -> None:
-        """Warn if a loader that is read together with others ends unevenly: its last batch cannot be weighted."""
+        """Warn if a loader that is read together with others has an uneven last batch, which cannot be weighted."""
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
                     "Several prepared loaders are read at once, and the last batch of one differs in size between "
-                    "processes. backward and gather_for_metrics use the loader that was read last, so that batch is "
-                    "not weighted, and repeated samples are not removed. Use one loader over a "
+                    "processes. backward and gather_for_metrics use the loader that was read last, so the uneven batch "
+                    "is not weighted and its repeated samples are not removed. Use one loader over a "
                     "torch.utils.data.StackDataset, or drop the incomplete batch (drop_last=True)."
                 )
 
     def begin(self, loader: ReadLoader) -> None:
-        """Record that a pass over a loader begins."""
+        """Record that a pass over a loader has begun."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
@@ -172,24 +173,24 @@ class GradientState:
 
 
 class Window:
-    """The micro-batches over which a group of models accumulates gradients; ``with window:`` around each one.
+    """The micro-batches over which a group of models accumulates gradients; enter it for each micro-batch.
 
-    An Accelerator starts with a window for loops without ``accumulate``: every backward pass counts, and only
-    ``num_items`` weights losses.
+    An Accelerator starts with a window for loops that do not call ``accumulate``. In this window, every backward pass
+    counts, and losses are weighted only by ``num_items``.
 
     Args:
-        strategies: strategies of the models whose gradients are not communicated before the window is complete; None
-            for the window of a loop without ``accumulate``.
+        strategies: strategies of the models whose gradients are not synchronized until the window is complete; None
+            for the window of a loop that does not call ``accumulate``.
 
     Attributes:
-        count: micro-batches of the window with a backward pass, including the current one.
+        count: number of micro-batches in the window with a backward pass, including the current one.
         counted: whether the current micro-batch had a backward pass.
-        complete: whether the current micro-batch is the window's last.
-        free: whether the loop does not use ``accumulate``.
-        settled: ids of optimizers whose gradients are final: communicated, unscaled and weighted.
-        stepped: ids of optimizers that have stepped with the window's gradients.
+        complete: whether the current micro-batch is the last one in the window.
+        free: whether the window is for a loop that does not call ``accumulate``.
+        settled: IDs of optimizers whose gradients are final: synchronized, unscaled and weighted.
+        stepped: IDs of optimizers that have stepped with the window's gradients.
         cleared: whether an optimizer's gradients were cleared.
-        local: ids of strategies that still hold uncommunicated gradients.
+        local: IDs of strategies that still hold unsynchronized gradients.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, strategies: Iterable[Strategy] | None = None) -> None:
@@ -213,7 +214,7 @@ class Window:
         self._factor: float | Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The window's position, without ids, because they mean nothing in another process."""
+        """Return the window's position without object IDs, because they mean nothing in another process."""
         stepped = {0} if self.stepped else set()
         return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
@@ -243,7 +244,7 @@ class Window:
                 raise better from error
 
     def communicate(self, enabled: bool) -> None:
-        """Set whether backward passes of the models communicate."""
+        """Set whether the models' backward passes synchronize gradients."""
         if enabled is not self._communicates or self.state.speaker is not self:
             self._communicates, self.state.speaker = enabled, self
             for strategy in self._strategies:
@@ -262,7 +263,7 @@ class Window:
         self.stepped.clear()
 
     def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
-        """Count a backward pass, and return the weighted loss for it, shape ().
+        """Count a backward pass and return its weighted loss, shape ().
 
         Several backward passes of one micro-batch count as one.
 
@@ -297,20 +298,20 @@ class Window:
     def _say_left(self) -> None:
         messages.warn_once(
             "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window has only "
-            f"{self.count} of {self.state.num_steps} micro-batches. Optimizers do not step until it is complete. Put "
-            "the loop's body in that block, or complete the open window."
+            f"{self.count} of {self.state.num_steps} micro-batches. Optimizers do not step until the window is "
+            "complete. Put the loop's body in that block, or complete the open window."
         )
 
     def _count_by(self, items: bool) -> None:
         if self.by_items is not None:
             raise ValueError(
-                "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
-                "weighted. Pass it with every loss, or with none."
+                "accelerator.backward got num_items for only some of the window's losses, so they cannot be "
+                "weighted. Pass num_items with every loss, or with none."
             )
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """The loss, rescaled so that the whole window uses the fp16 scale of its first loss."""
+        """Return the loss, rescaled so that the entire window uses the fp16 scale of its first loss."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss
@@ -324,13 +325,13 @@ class Window:
             return self.items.weigh(loss, num_items)
         if num_items is not self._batch_items and bool(num_items != self._batch_items):
             raise ValueError(
-                f"accelerator.backward got num_items={num_items} and {self._batch_items} for losses of one "
-                "micro-batch, but its items are counted once. Pass the same number with each of its losses."
+                f"accelerator.backward got num_items={num_items} and {self._batch_items} for losses of the same "
+                "micro-batch, whose items are counted only once. Pass the same num_items with each of these losses."
             )
         return weighed(loss, num_items, self.items.unit)
 
     def settle(self, optimizer: AcceleratedOptimizer) -> None:
-        """Make an optimizer's gradients final, once: communicate, unscale and weight them."""
+        """Finalize an optimizer's gradients once: synchronize, unscale and weight them."""
         if id(optimizer) in self.settled or not self.count:
             return
         self.settled.add(id(optimizer))
@@ -341,7 +342,7 @@ class Window:
                 f"`with accelerator.accumulate(model):`, but each loss was divided by gradient_accumulation_steps="
                 f"{steps}. Put the body of the loop in that block, or set gradient_accumulation_steps=1."
             )
-        lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
+        lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward pass
         left = self.local & optimizer.strategies if optimizer.strategies else self.local
         if left or (lacking and strategy.communicates_gradients):
             strategy.complete_gradients(inner)
@@ -350,16 +351,18 @@ class Window:
             factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
             self._factor = factor
         if self._scale is not None:
-            strategy.unscale_gradients(inner)  # first: it may change the scale
+            strategy.unscale_gradients(inner)  # must come first, because it may change the scale
             now = self._precision.shared_scale()
             factor = factor if now is None else factor * (now / self._scale)
         strategy.finish_gradients(inner, factor)
 
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
-        """Detect gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
+        """Detect gradients from a script that calls ``loss.backward()`` itself.
+
+        Waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free
@@ -372,7 +375,7 @@ class Window:
         name = f"{type(optimizer.optimizer).__name__}.step()"
         if counts:
             raise RuntimeError(
-                f"{name} was called in `with accelerator.accumulate(...):` with gradients that did not come from "
+                f"{name} was called inside `with accelerator.accumulate(...):`, but the gradients did not come from "
                 "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so a window of "
                 f"{state.num_steps} would never complete. Call accelerator.backward(loss) instead of loss.backward(); "
                 f"it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
@@ -380,20 +383,20 @@ class Window:
             )
         state.runs_own_backward = True
         messages.warn(
-            f"{name} divides gradients by fp16's loss scale, but they did not come from accelerator.backward, which "
-            "multiplies the loss by it. Call accelerator.backward(loss) instead of loss.backward(). If the script "
-            "calls accelerator.scaler.scale(loss) itself, ignore this warning."
+            f"{name} divides gradients by the fp16 loss scale, but they did not come from accelerator.backward, which "
+            "multiplies the loss by that scale. Call accelerator.backward(loss) instead of loss.backward(). If the "
+            "script calls accelerator.scaler.scale(loss) itself, ignore this warning."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The window's position, as plain data for a checkpoint."""
+        """Return the window's position as plain data, for a checkpoint."""
         waiting = not self.complete or (self.count > 0 and not self.stepped)
         scale = None if self._scale is None else float(self._scale)
         kept = {"by_items": self.by_items, "items": self.items.state_dict(), "scale": scale}
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Unless the count is 0, gradients must be restored first."""
+        """Restore a state from :meth:`state_dict`. If its count is not 0, restore the gradients first."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None
@@ -402,7 +405,7 @@ class Window:
 
 
 def _share(loss: Tensor, num_items: Any, share: float) -> tuple[Tensor, Any]:
-    """The weighted loss and number of items of a last batch whose size differs between processes."""
+    """Return the weighted loss and number of items for a last batch whose size differs between processes."""
     if num_items is None:
         return loss * share, None
     return loss, 0 if share == 0.0 else num_items

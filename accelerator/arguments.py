@@ -1,4 +1,4 @@
-"""Read the arguments of ``Accelerator(...)`` together with settings from other sources."""
+"""Reads the arguments of ``Accelerator(...)`` together with settings from other sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, c
 from .process_state import stays_on_cpu
 from .strategy_options import Choice, choose
 
-#: Arguments that are settings of the same name.
+#: Arguments that are also settings with the same name.
 _SETTINGS = (
     "mixed_precision",
     "gradient_accumulation_steps",
@@ -38,7 +38,7 @@ class Arguments:
 
     Attributes:
         shards: whether the strategy replaces parameters with shards.
-        clip_norm: norm that optimizers clip gradients to at each step, or None.
+        clip_norm: norm that optimizers clip gradients to at each step; None means no clipping.
     """
 
     settings: Settings
@@ -68,8 +68,8 @@ def read_arguments(**arguments: Any) -> Arguments:
     """Read the arguments of ``Accelerator(...)``."""
     if arguments["megatron_lm_plugin"] is not None:
         raise NotImplementedError(
-            "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch itself. Use "
-            "parallelism_config=ParallelismConfig(tp_size=...) or strategy='fsdp'."
+            "Accelerator(megatron_lm_plugin=...) is not supported, because Paceline splits models with torch itself. "
+            "Use parallelism_config=ParallelismConfig(tp_size=...) or strategy='fsdp'."
         )
     precision = arguments["mixed_precision"]
     own = {name: arguments[name] for name in _SETTINGS}
@@ -110,15 +110,15 @@ def read_arguments(**arguments: Any) -> Arguments:
 
 
 def _word(value: Any) -> str | None:
-    """A string, or an enum member's value, in lower case."""
+    """Return a string, or an enum member's value, in lowercase."""
     return None if value is None else str(getattr(value, "value", value)).lower()
 
 
 def _one_of_two(arguments: Mapping[str, Any], name: str, other: str) -> Any:
     if arguments[name] is not None and arguments[other] is not None:
         raise ValueError(
-            f"Accelerator: {name}={arguments[name]!r} and {other}={arguments[other]!r} set the same thing. Leave one "
-            "out."
+            f"Accelerator: {name}={arguments[name]!r} and {other}={arguments[other]!r} are two ways to set the "
+            "same option. Leave one out."
         )
     return arguments[name]
 
@@ -129,13 +129,13 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
         return ProjectConfiguration(project_dir=folder)
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(
-            f"Accelerator: project_config={config!r} is {messages.a(config)}. Pass a ProjectConfiguration, or "
-            "project_dir=... for the folder alone."
+            f"Accelerator: project_config={config!r} is {messages.a(config)}. Pass a ProjectConfiguration, or only "
+            "the folder as project_dir=..."
         )
     if folder is not None:
         if config.project_dir is not None and str(config.project_dir) != str(folder):
             raise ValueError(
-                f"Accelerator(project_dir={str(folder)!r}) contradicts its project_config, which says "
+                f"Accelerator: project_dir={str(folder)!r} contradicts project_config, whose project_dir is "
                 f"{config.project_dir!r}. Leave one out."
             )
         config.set_directories(folder)
@@ -145,9 +145,9 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
 def _shards(strategy: Strategy) -> bool:
     if getattr(strategy, "splits_batches", False) and type(strategy).splits_batches:
         raise NotImplementedError(
-            f"Accelerator with {type(strategy).__name__}: a pipeline interleaves the forward and backward passes of "
-            "many micro-batches, which your own loop cannot do. Use Trainer(strategy=...), or shard the model with "
-            "strategy='fsdp'."
+            f"Accelerator does not support {type(strategy).__name__}, because a pipeline interleaves the forward and "
+            "backward passes of many micro-batches, which your own loop cannot do. Use Trainer(strategy=...), or shard "
+            "the model with strategy='fsdp'."
         )
     return bool(strategy.communicates_forward)
 

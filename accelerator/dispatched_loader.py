@@ -1,4 +1,4 @@
-"""Loaders that only process 0 reads; it sends batches to the other processes."""
+"""Loaders that only process 0 reads, sending batches to the other processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ..strategies.base import Strategy
 
 
 class Handed(NamedTuple):
-    """What a process receives in one round.
+    """The message that a process receives in each round.
 
     Attributes:
-        share: weight of the batch's mean in the mean over all processes; 0.0 if it only repeats another process's rows.
-        over: the pass has ended, and there is no batch.
-        failure: error text if reading failed, and there is no batch.
+        batch: the batch, or None if the pass has ended or reading failed.
+        share: weight of the batch's mean in the mean across all processes; 0.0 if the batch only repeats another
+            process's rows.
+        over: whether the pass has ended.
+        failure: the error text if reading failed, otherwise empty.
     """
 
     batch: Any = None
@@ -30,14 +32,14 @@ class Handed(NamedTuple):
 
 
 class Dispatched(Shard):
-    """A loader that only process 0 reads; in each round every process gets one batch.
+    """A loader that only process 0 reads; in each round, every process gets one batch.
 
     Batches may have different shapes, because they are never concatenated. If the last round has fewer batches than
-    processes, the batches are cut up, in order; a process left without rows repeats one, with a share of 0.
+    processes, the batches are split in order; a process left without rows gets a repeated row, with a share of 0.
 
     Args:
-        loader: the loader, which only process 0 reads.
-        split: whether each batch is cut into one part per process.
+        loader: the loader that process 0 reads.
+        split: whether to split each batch across processes.
     """
 
     alike = False
@@ -73,7 +75,7 @@ class Dispatched(Shard):
             if handed.failure:
                 raise RuntimeError(
                     f"Rank 0, which reads the data for all ranks (dispatch_batches=True), failed: {handed.failure}. "
-                    "Rank 0's own traceback says where."
+                    "See rank 0's traceback for details."
                 )
             self.share = handed.share
             yield handed.batch
@@ -89,7 +91,7 @@ class Dispatched(Shard):
         return self.strategy.scatter_objects([parts[owner] for owner in self._owners])
 
     def _tell(self, error: Exception) -> None:
-        """Make the other processes fail too, instead of waiting."""
+        """Make the other processes fail too, so that they do not wait forever."""
         failed = Handed(failure=f"{type(error).__name__}: {error}")
         self.strategy.scatter_objects([failed] * len(self._owners))
 
@@ -107,7 +109,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them."""
+    """Distribute up to ``world`` batches to ``world`` processes in order; if there are fewer, split the batches."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count
@@ -117,16 +119,17 @@ def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]
 
 
 def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
-    """Cut a batch into parts whose sizes differ by at most 1; returns each part with its number of rows that count.
+    """Split a batch into parts whose sizes differ by at most 1; return each part with its number of real rows.
 
-    A batch whose tensors have no common first dimension stays whole, and counts once.
+    A part that would be empty repeats the last row and has 0 real rows. A batch whose tensors do not share a first
+    dimension is not split: each part is the entire batch, which counts as 1 row in the first part and 0 in the others.
     """
     rows = _rows(batch)
     if rows is None and must:
         raise ValueError(
-            f"split_batches=True cuts every batch into {pieces} parts, but the tensors of this one "
-            f"({type(batch).__name__}) have no common first dimension to cut along. Leave split_batches out, so that "
-            "each process gets whole batches."
+            f"split_batches=True splits every batch into {pieces} parts, but the tensors in this batch "
+            f"({type(batch).__name__}) do not share a first dimension. Leave out split_batches so that each process "
+            "gets full batches."
         )
     if not rows:
         return [(batch, 1)] + [(batch, 0)] * (pieces - 1)
@@ -145,7 +148,7 @@ def _rows(batch: Any) -> int | None:
 
 
 def _slice(value: Any, piece: slice, rows: int) -> Any:
-    """The rows of every tensor, and of lists with one entry per row."""
+    """Return the given rows of every tensor, and of every list with one entry per row."""
     if isinstance(value, Tensor):
         return value[piece] if value.dim() else value
     if isinstance(value, Mapping):

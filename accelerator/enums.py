@@ -1,4 +1,4 @@
-"""Enums for the words in settings and handlers; they accept strings in upper and lower case."""
+"""String enums for the values of settings and handlers, looked up case-insensitively."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .. import messages
 
-#: Words for ``mixed_precision``, ``dynamo_backend`` and ``log_with``.
+#: Values of ``mixed_precision``, ``dynamo_backend`` and ``log_with``.
 MixedName = Literal["no", "fp16", "bf16"]
 BackendName = Literal[
     "no",
@@ -32,7 +32,7 @@ TrackerName = Literal["all", "csv", "tensorboard", "wandb"]
 
 
 class Word(str, Enum):
-    """A string enum whose members equal plain strings, and are found in upper and lower case."""
+    """A string enum whose members equal plain strings and are looked up case-insensitively."""
 
     def __str__(self) -> str:
         return self.value
@@ -52,19 +52,19 @@ class Word(str, Enum):
 
     @classmethod
     def list(cls) -> builtins.list[str]:
-        """All values."""
+        """Return all values."""
         return [word.value for word in cls]
 
 
 class DistributedType(Word):
-    """How processes share the work."""
+    """Kinds of distributed training."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
-    # Not supported; programs compare with them.
+    # Not supported, but programs compare against these values.
     MULTI_NPU, MULTI_MLU, MULTI_SDAA, MULTI_MUSA = "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"
     MULTI_XPU, MULTI_HPU, MULTI_NEURON = "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"
     XLA, MEGATRON_LM = "XLA", "MEGATRON_LM"
@@ -80,36 +80,36 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """A source of random numbers."""
+    """Sources of random numbers."""
 
     TORCH = "torch"
     CUDA = "cuda"
     GENERATOR = "generator"
-    # Not supported; programs compare with them.
+    # Not supported, but programs compare against these values.
     MLU, SDAA, MUSA, NPU, XLA = "mlu", "sdaa", "musa", "npu", "xla"
     XPU, HPU, NEURON = "xpu", "hpu", "neuron"
 
 
 class LoggerType(Word):
-    """A tracker by name."""
+    """Names of trackers."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    # Only with a tracker class that the user writes.
+    # Available only with a tracker class written by the user.
     AIM, TRACKIO, COMETML, MLFLOW = "aim", "trackio", "comet_ml", "mlflow"
     CLEARML, DVCLIVE, SWANLAB = "clearml", "dvclive", "swanlab"
 
 
 class ComputeEnvironment(Word):
-    """Where a job runs."""
+    """The environment in which a job runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DynamoBackend(Word):
-    """Backends of torch.compile; which ones exist depends on torch and installed packages."""
+    """Backends of ``torch.compile``; torch and the installed packages determine which ones are available."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -157,7 +157,7 @@ class FP8BackendType(Word):
 
 
 class SageMakerDistributedType(Word):
-    """How SageMaker shares the work."""
+    """Kinds of distributed training on SageMaker."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"

@@ -1,4 +1,4 @@
-"""Explanations for errors in a user's loop."""
+"""Explains errors that occur in the user's own training loop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 
 class Errors:
-    """Explains what to do about errors of models, optimizers and loops.
+    """Tells users what to do about errors in their models, optimizers and loops.
 
-    It holds prepared objects weakly, so that loaders and their workers shut down as soon as the script drops them.
+    Holds only weak references to prepared objects, so that loaders and their workers shut down as soon as the script
+    drops them.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = weakref.ref(prepared)
 
     def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
-        """An error of the same type that says what to do; None if there is nothing to add."""
+        """Return an error of the same type that says what to do, or None if there is nothing to add."""
         prepared = self._prepared()
         owner = model or prepared
         better = explain_lost_worker(error, "") or (owner and owner.strategy.explain(error))
@@ -50,13 +51,13 @@ class Errors:
         )
 
     def explain_uncaught(self) -> None:
-        """Also explain errors that end the program.
+        """Also explain uncaught errors.
 
-        A full-precision model on one process keeps its own forward, so nothing else of ours sees its errors.
+        In full precision on one process, the model's forward is not wrapped, so no other hook can explain its errors.
         """
         before: Any = sys.excepthook
         if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:
-            before = before.args[0]  # only the newest Accelerator explains
+            before = before.args[0]  # only the newest Accelerator explains errors
         sys.excepthook = partial(self._uncaught, before)
 
     def _uncaught(self, before: Any, kind: Any, error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of one Accelerator: backward passes, communication, unscaling and clipping."""
+"""Handles an Accelerator's gradients: backward passes, synchronization, unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Gradients:
-    """Chooses the function that runs backward passes, and finishes gradients for clipping.
+    """Chooses the function that runs backward passes, and finalizes gradients for clipping.
 
     Attributes:
-        run: runs the backward pass of a weighted loss; None to call the loss's own ``backward``.
-        replicas: strategies whose backward passes may leave uncommunicated gradients.
+        run: runs the backward pass of a weighted loss; if None, the loss's own ``backward`` is called.
+        replicas: strategies whose backward passes may leave unsynchronized gradients.
         norm: norm of the last window's gradients before clipping, shape (); None before the first window.
     """
 
@@ -61,7 +61,7 @@ class Gradients:
         self.run = None if plain else partial(method, strategy)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """An error that says what to do about a failed backward pass; None if there is nothing to add."""
+        """Return an error that says what to do about a failed backward pass, or None if there is nothing to add."""
         trained = self.prepared.trained
         return self.prepared.errors.explain(trained[0] if len(trained) == 1 else None, error)
 
@@ -114,7 +114,7 @@ class Gradients:
                 self.state.window.settle(one)
 
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """Finish the gradients of parameters; returns the current parameters and the strategy that clips them."""
+        """Finalize the gradients of parameters; return the current parameters and the strategy that clips them."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}
@@ -130,7 +130,7 @@ class Gradients:
                 self.state.window.settle(optimizer)
         return found, strategy
 
-    # ---- what the script forgot to prepare -------------------------------------------------------------------------
+    # ---- objects that the script forgot to prepare -----------------------------------------------------------------
 
     @property
     def _is_scaled(self) -> bool:
@@ -139,8 +139,8 @@ class Gradients:
     def _check_optimizers(self) -> None:
         """Raise a RuntimeError if an optimizer that was not prepared would step with incomplete gradients.
 
-        This matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for models
-        without a prepared optimizer, so a correct script pays nothing.
+        The check matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for
+        models without a prepared optimizer, so it costs a correct script nothing.
         """
         state, optimizers = self.state, self.prepared.optimizers
         unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled
@@ -161,11 +161,11 @@ class Gradients:
                     raise RuntimeError(self._forgotten(found, owner))
 
     def _why(self) -> str:
-        """Why an optimizer must not step before gradients are complete."""
+        """Return the reason why an optimizer must not step before gradients are complete."""
         if self._is_scaled:
             return "so it would step with gradients that still contain fp16's loss scale"
         if self.state.num_steps > 1:
-            return f"so it would step after every micro-batch of {self.state.num_steps}"
+            return f"so it would step after each of the {self.state.num_steps} micro-batches"
         return "so it would step with gradients that backward(num_items=...) has not divided by the number of items yet"
 
     def _forgotten(self, optimizer: Optimizer, model: PreparedModel) -> str:

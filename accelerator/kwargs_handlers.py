@@ -24,22 +24,22 @@ class KwargsHandler:
     """Arguments for an object that the Accelerator creates."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, by name."""
+        """Return every field by name."""
         return {one.name: copy.copy(getattr(self, one.name)) for one in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """For ``torch.autocast``, which wraps forward passes under ``mixed_precision="fp16"`` and ``"bf16"``.
+    """Arguments for ``torch.autocast``, which wraps forward passes under ``mixed_precision="fp16"`` and ``"bf16"``.
 
     Args:
-        enabled: False to compute in the dtype of the weights.
-        cache_enabled: whether to convert a weight once per forward pass instead of at each use; None for torch's
+        enabled: if False, compute in the dtype of the weights.
+        cache_enabled: whether to convert each weight once per forward pass instead of at each use; None uses torch's
             default.
     """
 
@@ -47,7 +47,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """Context for the strategy's precision, with these arguments."""
+        """Return a context manager for the strategy's precision, with this handler's arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -57,19 +57,19 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """For ``torch.nn.parallel.DistributedDataParallel``.
+    """Arguments for ``torch.nn.parallel.DistributedDataParallel``.
 
     Args:
-        dim: has no effect with one device per process.
-        broadcast_buffers: broadcast rank 0's buffers before each forward pass.
+        dim: has no effect, because each process has one device.
+        broadcast_buffers: whether to broadcast rank 0's buffers before each forward pass.
         bucket_cap_mb: size of the gradient buckets in MiB.
-        find_unused_parameters: look in each step for parameters that the loss does not depend on.
+        find_unused_parameters: whether to look in each step for parameters that the loss does not depend on.
         check_reduction: has no effect.
-        gradient_as_bucket_view: make gradients views of the buckets, to save memory.
-        static_graph: every step uses the same parameters.
+        gradient_as_bucket_view: whether to make gradients views of the buckets, to save memory.
+        static_graph: whether every step uses the same parameters.
         comm_hook: how to reduce a bucket: in 16 bits, or compressed to low rank.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
-        comm_state_option: for PowerSGD, arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...).
+        comm_state_option: arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...), for PowerSGD.
     """
 
     dim: int = 0
@@ -90,7 +90,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_hook is named.BATCHED_POWER_SGD:
             raise NotImplementedError(
                 "DistributedDataParallelKwargs(comm_hook='batched_power_sgd'): torch's batched PowerSGD raises an "
-                "AssertionError at the first step that it compresses. Use comm_hook='power_sgd'."
+                "AssertionError in the first step that it compresses. Use comm_hook='power_sgd'."
             )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
@@ -101,22 +101,22 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ValueError(
                 f"DistributedDataParallelKwargs: comm_wrapper={self.comm_wrapper.value!r} and "
                 f"comm_state_option={self.comm_state_option} have no effect without comm_hook. Choose a hook "
-                f"({messages.names(named.list()[1:-1])}), or leave them out."
+                f"({messages.names(named.list()[1:-1])}), or leave these two arguments out."
             )
         if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
             raise ValueError(
                 f"DistributedDataParallelKwargs: comm_state_option={self.comm_state_option} is for PowerSGD, but "
-                f"comm_hook is {self.comm_hook.value!r}. Leave it out, or use comm_hook='power_sgd'."
+                f"comm_hook is {self.comm_hook.value!r}. Leave out comm_state_option, or use comm_hook='power_sgd'."
             )
 
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel itself; with ``ignore_keys=()`` every field."""
+        """Return the arguments of DistributedDataParallel itself; with ``ignore_keys=()``, every field."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def options(self) -> dict[str, Any]:
-        """The arguments of DDPStrategy."""
+        """Return the arguments for DDPStrategy."""
         hook, wrapper = str(self.comm_hook), str(self.comm_wrapper)
         found = self.to_kwargs()
         if hook != "no":
@@ -128,14 +128,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """For the ``GradScaler`` of ``mixed_precision="fp16"``.
+    """Arguments for the ``GradScaler`` that ``mixed_precision="fp16"`` uses.
 
     Args:
         init_scale: initial loss scale.
-        growth_factor: what to multiply the scale by after ``growth_interval`` steps without overflow.
-        backoff_factor: what to multiply the scale by after an overflow.
-        growth_interval: number of consecutive steps without overflow.
-        enabled: False to not scale losses.
+        growth_factor: factor to multiply the scale by after ``growth_interval`` steps without overflow.
+        backoff_factor: factor to multiply the scale by after an overflow.
+        growth_interval: number of consecutive steps without overflow after which the scale grows.
+        enabled: if False, losses are not scaled.
     """
 
     init_scale: float = 65536.0
@@ -147,12 +147,12 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """For ``torch.distributed.init_process_group``.
+    """Arguments for ``torch.distributed.init_process_group``.
 
     Args:
-        backend: None for gloo on the CPU, NCCL with CUDA.
-        init_method: URL for the rendezvous of the processes; None for the launcher's.
-        timeout: how long a collective waits for other processes; None for 30 minutes.
+        backend: name of the backend; None means Gloo on the CPU and NCCL with CUDA.
+        init_method: rendezvous URL; None uses the launcher's.
+        timeout: how long a collective waits for other processes; None means 30 minutes.
     """
 
     backend: str | None = None
@@ -168,7 +168,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
     def options(self) -> dict[str, Any]:
-        """The arguments of a strategy for several processes."""
+        """Return the arguments for a distributed strategy."""
         found = {"process_group_backend": self.backend, "init_method": self.init_method, "timeout": self.timeout}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -180,18 +180,18 @@ _PASSED_ON = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack",
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """For ``torch.profiler.profile``.
+    """Arguments for ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ...; None for all that this torch supports.
+        activities: ``"cpu"``, ``"cuda"``, ...; None means all that this torch build supports.
         schedule_option: arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``, ``active``,
             ``repeat``, ``skip_first``.
-        on_trace_ready: called with the profiler after the ``active`` steps.
-        record_shapes: record the shapes of inputs.
-        profile_memory: record allocations.
-        with_stack: record file and line.
-        with_flops: estimate operations.
-        with_modules: record module names.
+        on_trace_ready: function to call with the profiler after the ``active`` steps.
+        record_shapes: whether to record input shapes.
+        profile_memory: whether to record memory allocations.
+        with_stack: whether to record the source file and line.
+        with_flops: whether to estimate FLOPs.
+        with_modules: whether to record module names.
         output_trace_dir: folder for one Chrome trace per process.
     """
 
@@ -219,10 +219,10 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context that yields the running profiler; with a schedule, call its ``step()`` after each batch.
+        """Context manager that yields the running profiler; with a schedule, call its ``step()`` after each batch.
 
-        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there (repeated schedules also write
-        ``profile_<rank>_1.json``, ...), and all processes wait for each other.
+        With ``output_trace_dir``, every process writes ``profile_<rank>.json`` there (repeated schedules also write
+        ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
         """
         profiler = self.build()
         if self.output_trace_dir is not None:
@@ -263,26 +263,26 @@ def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> 
 
 
 class _EightBits(KwargsHandler):
-    """Can be created with any arguments; an Accelerator refuses it."""
+    """A handler that can be created with any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
 
 
 class AORecipeKwargs(_EightBits):
-    """For 8-bit training with torchao, which is not supported."""
+    """Arguments for 8-bit training with torchao, which is not supported."""
 
 
 class TERecipeKwargs(_EightBits):
-    """For 8-bit training with TransformerEngine, which is not supported."""
+    """Arguments for 8-bit training with TransformerEngine, which is not supported."""
 
 
 class MSAMPRecipeKwargs(_EightBits):
-    """For 8-bit training with MS-AMP, which is not supported."""
+    """Arguments for 8-bit training with MS-AMP, which is not supported."""
 
 
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """For 8-bit training with TransformerEngine or MS-AMP, which is not supported."""
+    """Arguments for 8-bit training with TransformerEngine or MS-AMP, which is not supported."""
 
 
 NO_EIGHT_BITS = "Paceline has no 8-bit training. Use mixed_precision='bf16' without an fp8 recipe."
@@ -290,7 +290,7 @@ NO_EIGHT_BITS = "Paceline has no 8-bit training. Use mixed_precision='bf16' with
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers of an Accelerator by kind; None if there is none."""
+    """An Accelerator's handlers by kind; a field is None if there is no such handler."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
@@ -348,5 +348,5 @@ def _no_handler(given: Any) -> str:
     if isinstance(given, type):
         hint = f" Did you mean {given.__name__}()?"
     else:
-        hint = f" It belongs to Accelerator({places[name]}=...)." if name in places else ""
-    return f"Accelerator(kwargs_handlers=[...]) holds {given!r:.200}, which is not a handler.{hint} Pass {_ACCEPTED}."
+        hint = f" Pass it as Accelerator({places[name]}=...)." if name in places else ""
+    return f"Accelerator(kwargs_handlers=[...]) got {given!r:.200}, which is not a handler.{hint} Pass {_ACCEPTED}."

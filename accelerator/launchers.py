@@ -1,4 +1,4 @@
-"""Start a training function in several processes from a notebook or a test."""
+"""Starts a training function in several processes from a notebook or a test."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def notebook_launcher(
     use_port: int | str | None = None,
     **more: Any,
 ) -> Any:
-    """Call ``function(*args)`` in several processes from a notebook cell; returns rank 0's result.
+    """Call ``function(*args)`` in several processes from a notebook cell and return rank 0's result.
 
-    The processes are copies of this one, so the function may be defined in a cell and use variables of other cells. It
-    must create its own Accelerator, model and loaders, and nothing may have used a GPU before the launch. A single
-    process is not launched: the function then runs in this one. After an error the launcher can be called again.
+    The processes are copies of this one, so the function may be defined in a cell and use variables from other cells.
+    It must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With a single
+    process, the function runs in the current process. After an error, the launcher can be called again.
 
     Args:
-        function: called in each process.
-        args: its arguments.
-        num_processes: None for one per GPU, or for one process if there is no GPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set it.
-        use_port: port for the rendezvous; None for a free one.
-        **more: other arguments of Accelerate's launcher, if their values have no effect, such as ``num_nodes=1``.
+        function: the function to call in each process.
+        args: arguments for the function.
+        num_processes: number of processes; None starts one per GPU, or a single process if there is no GPU.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own.
+        use_port: port for the rendezvous; None chooses a free port.
+        **more: other arguments of Accelerate's launcher, accepted only with values that have no effect, such as
+            ``num_nodes=1``.
 
     Raises:
-        RuntimeError: a process failed (with the first traceback), or CUDA is already in use.
+        RuntimeError: a process failed (the message includes the first traceback), or CUDA is already in use.
     """
     _refuse_more(more)
     variables = {"PACELINE_MIXED_PRECISION": _precision(mixed_precision), FORKED: "1"}
@@ -55,14 +56,14 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher, and it knows only one process. Create another one "
-            "inside the launched function, and don't use anything there that the first one prepared."
+            "An Accelerator was created before notebook_launcher was called, so it only knows about one process. "
+            "Create another one inside the launched function, and don't use anything there that the first one prepared."
         )
     return _start(function, args, count, kind, variables, int(use_port or 0))
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Like :func:`notebook_launcher`, but always on the CPU, to try code for several devices."""
+    """Like :func:`notebook_launcher`, but always on the CPU, to try out multi-process code."""
     return _start(function, args, num_processes, "cpu", {"PACELINE_CPU": "true", FORKED: "1"})
 
 
@@ -82,13 +83,13 @@ def _start(
             "PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with environment(variables), forgotten():  # copied processes have other ranks
+    with environment(variables), forgotten():  # the new processes have different ranks
         return launch.start(function, tuple(args), count, method, kind, port=port)
 
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Context in which environment variables have the given values; None leaves a variable unchanged."""
+    """Context manager that sets environment variables; a value of None leaves that variable unchanged."""
     changed = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
@@ -110,7 +111,7 @@ def _precision(asked: str | None) -> str | None:
 
 
 def _refuse_used(kind: str, count: int) -> None:
-    """Raise if CUDA is in use, because copies of this process could not use it."""
+    """Raise if CUDA is initialized, because copies of this process could not use it."""
     if kind == "cuda" and torch.cuda.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
@@ -121,7 +122,7 @@ def _refuse_used(kind: str, count: int) -> None:
         )
 
 
-#: Arguments of Accelerate's launcher, with the values that have no effect.
+#: Arguments of Accelerate's launcher, each with the values that have no effect.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "master_addr": ("127.0.0.1", "localhost", None),
     "node_rank": (0,),
@@ -142,6 +143,7 @@ def _refuse_more(more: Mapping[str, Any]) -> None:
             raise TypeError(f"notebook_launcher() got an unexpected argument {name!r}.")
         if value not in _IDLE[name]:
             raise NotImplementedError(
-                f"notebook_launcher: {name}={value!r} is not supported. A notebook starts processes only once, on its "
-                "own machine. Put the code in a file and start it with `paceline launch`, which takes such options."
+                f"notebook_launcher: {name}={value!r} is not supported, because a notebook can start processes only "
+                "once, on its own machine. Put the code in a file and start it with `paceline launch`, which accepts "
+                "such options."
             )

@@ -1,6 +1,6 @@
-"""Positions of loaders: the current pass, and the first pass after a position was loaded.
+"""Loader positions: the current pass, and the first pass after a position is loaded.
 
-A script may skip to the loaded position itself. If this is not expected (``Loaded.by_script``), it gets a warning.
+A script may skip to the loaded position itself. Unless ``Loaded.by_script`` says so, this causes a warning.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
-        epoch: its number, 0-based.
+        epoch: number of the pass, 0-based.
         done: number of batches yielded, including skipped ones.
-        batches: the source of its batches.
-        length: number of its batches; -1 if ``batches`` knows after each one whether it is the last.
-        random: states of the host's random generators at its start.
+        batches: source of the batches.
+        length: number of batches; -1 if only ``batches`` knows, after each batch, whether it is the last.
+        random: states of the host's random generators at the start of the pass.
     """
 
     __slots__ = ("batches", "done", "epoch", "length", "random")
@@ -47,7 +47,7 @@ def _nothing() -> None:
 
 
 class Loaded:
-    """A loaded position, until the next pass begins.
+    """A position that was loaded, kept until the next pass begins.
 
     Args:
         position: a state from :meth:`PreparedLoader.state_dict`.
@@ -55,8 +55,8 @@ class Loaded:
     Attributes:
         by_script: whether the script skips to the position itself, so that the next pass starts from the beginning.
         window_start: the batch after which the saved accumulation window began; None if there was none.
-        arrive: called when the script has skipped to the position.
-        leave: called when the next pass begins before the position; discards the saved window.
+        arrive: function to call when the script has skipped to the position.
+        leave: function to call when the next pass begins before the position; discards the saved window.
     """
 
     __slots__ = ("arrive", "by_script", "leave", "position", "window_start")
@@ -75,10 +75,10 @@ class Loaded:
 
 
 class FirstUse:
-    """Notices the first backward pass or optimizer step after it is created.
+    """Detects the first backward pass or optimizer step after this object is created.
 
     Attributes:
-        seen: whether it has happened.
+        seen: whether the backward pass or step has happened.
     """
 
     def __init__(self, state: GradientState) -> None:
@@ -86,19 +86,19 @@ class FirstUse:
         state.first_use.append(self.used)
 
     def used(self) -> None:
-        """Called when the loop trains."""
+        """Record that the loop has trained."""
         self.seen = True
 
 
 class LeftOut(FirstUse):
-    """Detects batches that a loop drops by skipping again, after ``load_state`` has already skipped.
+    """Detects batches that are lost because the loop also skips after ``load_state`` has moved the loader.
 
     A batch counts as dropped if nothing references it when the loop first trains. A loop that reads several batches
     ahead still references them.
 
     Args:
         loaded: the loaded position.
-        one: the pass that continues from it.
+        one: the pass that continues from the loaded position.
     """
 
     def __init__(self, state: GradientState, loaded: Loaded, one: Pass) -> None:
@@ -127,11 +127,11 @@ class LeftOut(FirstUse):
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # the dataset holds them; a loop that skips takes exactly this many
+            dropped = len(before)  # the dataset still references them, but this is how many a skipping loop takes
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
-        """When the next pass begins or the program ends before the loop has trained, report all batches."""
+        """Report all batches; called if the next pass begins or the program ends before the loop has trained."""
         self._tell(len(self._taken) - self._at_hand, say)
 
     def _tell(self, count: int, say: Callable[[str], None], within_pass: bool = False) -> None:
@@ -144,10 +144,10 @@ class LeftOut(FirstUse):
         )
         within = "load_state had already moved the loader to its saved position. "
         say(
-            f"After accelerator.load_state the loop took {_batches(self._first, self._first + count)} of epoch "
-            f"{self._epoch} from the loader and did not train on {'it' if count == 1 else 'them'}. "
-            f"{within if within_pass else whole}A script that also skips batches loses them: delete the code that "
-            "skips (such as `if step < resume_step: continue`), and count with enumerate(loader, "
+            f"After accelerator.load_state, the loop took {_batches(self._first, self._first + count)} of epoch "
+            f"{self._epoch} from the loader but did not train on {'it' if count == 1 else 'them'}. "
+            f"{within if within_pass else whole}A script that also skips batches never trains on them. Delete the code "
+            "that skips batches (such as `if step < resume_step: continue`), and count with enumerate(loader, "
             "start=loader.batches_done)."
         )
 
@@ -158,7 +158,7 @@ class Place:
     Attributes:
         epoch: number of the next pass.
         current: the current pass, or None.
-        resume: position where the next pass resumes; None to start from the beginning.
+        resume: position where the next pass resumes; None means the beginning.
         left_out: detects batches that the loop drops in a resumed pass.
     """
 
@@ -171,7 +171,7 @@ class Place:
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
-        """A copy starts the current pass again."""
+        """Pickle so that a copy restarts the current pass."""
         return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
 
 
@@ -182,17 +182,17 @@ def _place_at(epoch: int, resume: Loaded | None) -> Place:
 
 
 def _batches(after: int, to: int) -> str:
-    """``(3, 6)`` -> ``"batches 4 to 6"``."""
+    """Describe a range of batches: ``(3, 6)`` gives ``"batches 4 to 6"``."""
     return f"batch {to}" if to == after + 1 else f"batches {after + 1} to {to}"
 
 
 def _reference(batch: Any) -> Callable[[], Any]:
-    """Function that returns a batch's first tensor, or None once nothing references it."""
+    """Return a function that returns a batch's first tensor, or None once nothing else references the tensor."""
     return next((weakref.ref(tensor) for tensor in leaves(batch)), _nothing)
 
 
 def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """The first pass after a position was loaded."""
+    """Return the first pass after a position was loaded."""
     if loaded.by_script:
         return _led_by_script(loader, loaded)
     position, skip = loaded.position, loader._skip
@@ -202,8 +202,8 @@ def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
         return loader._hand_out(*loader._begin(position["epoch"]))
     if skip:
         messages.info_once(
-            f"skip_first_batches(loader, {skip}) after accelerator.load_state has no effect: the loader is already at "
-            f"batch {done} of epoch {position['epoch']} and continues there. Delete the call."
+            f"skip_first_batches(loader, {skip}) has no effect after accelerator.load_state, because the loader is "
+            f"already at batch {done} of epoch {position['epoch']} and continues there. Delete the call."
         )
     if position["last"] and not skip and next_epoch != position["epoch"]:
         loader._finish(position)
@@ -232,7 +232,7 @@ def _tell_other_number(loaded: Loaded, skip: int) -> None:
 
 
 def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """The pass for a script that skips to the position itself."""
+    """Return the first pass for a script that skips to the position itself."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()
@@ -246,7 +246,7 @@ def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
 
 
 def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """A pass from its start. At the loaded position it resumes from there if the loop has not trained before."""
+    """Run a pass from its start; if the loop reaches the loaded position without training, resume from there."""
     use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
     batches = loader._hand_out(one, iterator)
     try:
@@ -255,8 +255,8 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
             if use.seen:
                 if one.done == begun + 1 and not begun:
                     messages.info_once(
-                        f"The state was saved after batch {done} of epoch {one.epoch}, but the loop starts that epoch "
-                        "again, so it trains on these batches twice. To continue after them, use "
+                        f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
+                        "epoch, so it trains on those batches twice. To continue after them, use "
                         f"accelerator.skip_first_batches(loader, {done})."
                     )
                 break
@@ -271,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """The pass after a saved pass that had ended. If the loop drops all of it, it was skipping the saved pass."""
+    """Run the pass after a finished saved pass. If the loop drops all its batches, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Prepared loaders: this process's part of a DataLoader, on its device, with a position that can be saved."""
+"""Prepared loaders, which yield this process's part of a DataLoader on its device and can save their position."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ INF = float("inf")
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are prepared.
+    """Settings for preparing loaders.
 
     Attributes:
-        split_batches: whether to cut each batch into one part per process; otherwise each process gets whole batches.
-        dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means no.
-        even_batches: whether all processes get the same number of batches. False: no sample is repeated, so some
-            processes may have one batch fewer.
-        use_seedable_sampler: accepted and ignored; the order always depends only on seed and epoch.
-        data_seed: seed for shuffling; None for torch's seed.
+        split_batches: whether to split each batch across processes; otherwise each process gets full batches.
+        dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means False.
+        even_batches: whether all processes get the same number of batches. If False, no sample is repeated, so some
+            processes may get one batch fewer.
+        use_seedable_sampler: accepted and ignored; the order always depends only on the seed and the epoch.
+        data_seed: seed for shuffling; None uses torch's seed.
         non_blocking: accepted and ignored; copies to a GPU use pinned memory and never block.
-        use_stateful_dataloader: read iterable datasets with torchdata's StatefulDataLoader, whose position can be saved
-            even with workers. Map-style datasets resume exactly without it.
+        use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
+            its position even with workers. Map-style datasets resume exactly without it.
     """
 
     split_batches: bool = False
@@ -65,16 +65,16 @@ class DataLoaderConfiguration:
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader that yields this process's batches on its device.
 
-    Any other attribute is read from and set on ``base``.
+    All other attributes are read from and set on the user's loader, ``base``.
 
     Args:
-        gradient_state: records which loader is being read.
-        seed: determines the order, together with the epoch; None leaves the order to the loader.
-        device_placement: whether batches are moved to the device.
+        gradient_state: the state that records which loader is being read.
+        seed: determines the order together with the epoch; if None, the loader chooses the order.
+        device_placement: whether to move batches to the device.
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
-        derived: what :meth:`load_state_dict` derived rather than restored, for messages.
+        derived: describes what :meth:`load_state_dict` derived instead of restored, for messages.
     """
 
     _is_accelerate_prepared = True
@@ -109,7 +109,7 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._divide()
 
-    # ---- its part of the data --------------------------------------------------------------------------------------
+    # ---- this process's part of the data ---------------------------------------------------------------------------
 
     def _divide(self) -> None:
         """Create this process's part of the loader. Every process must call this."""
@@ -122,7 +122,7 @@ class PreparedLoader(DataLoader[Any]):
         vars(self)["_limit"] = self._common_length()
 
     def _common_length(self) -> int | float:
-        """Number of batches after which a pass is stopped; inf if it ends by itself."""
+        """Return the number of batches after which a pass must stop; inf if it ends by itself."""
         if self.strategy.world_size == 1 or isinstance(self._source, Dispatched) or not self._even:
             return INF
         found = self.strategy.gather_objects(length_of(self._source))
@@ -158,7 +158,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes get the same number of batches. Every process must set it."""
+        """Whether all processes get the same number of batches. Every process must set this to the same value."""
         return self._even
 
     @even_batches.setter
@@ -168,7 +168,7 @@ class PreparedLoader(DataLoader[Any]):
             self._divide()
 
     def get_sampler(self) -> Any:
-        """The user's innermost sampler."""
+        """Return the user's innermost sampler."""
         return next(iter(samplers_of(self.base)[-1:]), None)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -192,7 +192,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._hand_out(*self._begin(place.epoch)) if loaded is None else resumed(self, loaded)
 
     def _begin(self, epoch: int) -> tuple[Pass, Iterator[Any]]:
-        """Begin a pass, after the batches that ``skip_first_batches`` skips."""
+        """Begin a pass, starting after the batches that ``skip_first_batches`` skips."""
         return self._begun(epoch, self._skip, self._batches(epoch, self._skip))
 
     def _begun(self, epoch: int, start: int, batches: Batches) -> tuple[Pass, Iterator[Any]]:
@@ -222,7 +222,7 @@ class PreparedLoader(DataLoader[Any]):
             if batches.left_over:
                 messages.info_anywhere(
                     f"Rank {self.strategy.global_rank} still had batches when another rank's loader ended after {done} "
-                    f"in epoch {one.epoch}. It skips them, so that no rank waits."
+                    f"batches of epoch {one.epoch}. This rank skips its remaining batches, so that no rank waits."
                 )
         except (RuntimeError, EOFError, OSError) as error:
             better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
@@ -237,7 +237,7 @@ class PreparedLoader(DataLoader[Any]):
             state.end(self)
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
-        """The batches of a pass, starting at number ``start``."""
+        """Return the batches of a pass, starting at batch number ``start``."""
         order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
         ahead, seed, skip = self._looks_ahead(), self._settle_order(epoch), start
         ended = resume is not None and resume["ended"]
@@ -270,14 +270,14 @@ class PreparedLoader(DataLoader[Any]):
         return mixed(self.seed, epoch, self.strategy.data_rank)
 
     def _looks_ahead(self) -> bool:
-        """Whether to fetch one batch ahead, to overlap copies to a GPU or because the length may be an estimate."""
+        """Return True to fetch one batch ahead, to overlap copies to a GPU or because the length may be inexact."""
         if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
 
     def _keeps_step(self) -> Callable[[bool], bool] | None:
-        """Function that asks before each batch whether every process has one; None if the lengths are known."""
+        """Return a function that checks before each batch that all processes have one; None if lengths are known."""
         strategy, source = self.strategy, self._source
         if (
             strategy.world_size == 1
@@ -302,19 +302,19 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batch_rows(self) -> int:
-        """Number of samples in the last batch; 0 outside of a pass."""
+        """Number of samples in the last batch; 0 outside a pass."""
         return rows_of(self._batch)
 
     @property
     def rows(self) -> int:
-        """Number of samples in the last batch that are not repeated from another process."""
+        """Number of samples in the last batch, not counting samples repeated from another process."""
         rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
         if not rows or repeats(self._source, self.batches_done - 1, last):
             return 0
         return max(rows - self._repeated(), 0) if last else rows
 
     def _repeated(self) -> int:
-        """Number of samples that the user's DistributedSampler repeats at the end of this process's part."""
+        """Return how many samples the user's DistributedSampler repeats at the end of this process's part."""
         sampler: Any = next((s for s in samplers_of(self.base) if isinstance(s, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return 0
@@ -322,7 +322,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def last_share(self) -> float:
-        """Weight of this process's mean in the mean over all processes, for the last batch of a pass."""
+        """Weight of this process's mean in the mean across all processes, for the last batch of a pass."""
         return 1.0 if self._is_cut() else last_share(self._source)
 
     def _is_cut(self) -> bool:
@@ -331,7 +331,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples in the batches of all processes together; None if unknown."""
+        """Number of samples in one batch across all processes; None if unknown."""
         return samples_in_batch(self.base, 1 if self.config.split_batches else self.strategy.num_data_ranks)
 
     @property
@@ -349,13 +349,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of the current pass, or of the next one."""
+        """Number of the current pass, or of the next one if no pass is running."""
         current = self._place.current
         return self._place.epoch if current is None else current.epoch
 
     @property
     def loaded(self) -> Loaded | None:
-        """The loaded position within a pass, until the next pass begins."""
+        """The position that was loaded, until the next pass begins; None if there is none."""
         return self._place.resume
 
     def set_epoch(self, epoch: int) -> None:
@@ -365,8 +365,8 @@ class PreparedLoader(DataLoader[Any]):
             if not loaded.by_script:
                 messages.warn(
                     f"set_epoch({epoch}) discards the loaded position (batch {loaded.position['batches']} of epoch "
-                    f"{loaded.position['epoch']}), so the next pass is epoch {epoch} from its beginning. Start your "
-                    f"epochs at {loaded.next_epoch} to resume there."
+                    f"{loaded.position['epoch']}), so the next pass starts epoch {epoch} from the beginning. To resume "
+                    f"at the loaded position, start your loop at epoch {loaded.next_epoch}."
                 )
             place.resume = None
         place.epoch = epoch
@@ -374,7 +374,7 @@ class PreparedLoader(DataLoader[Any]):
             self._settle_order(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this process, as plain data and tensors for a checkpoint."""
+        """Return this process's position as plain data and tensors, for a checkpoint."""
         place, current = self._place, self._place.current
         if current is None and place.resume is not None:
             return dict(place.resume.position)
@@ -399,8 +399,8 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a position from :meth:`state_dict`: the next pass is the rest of the saved one.
 
-        If nothing is left of the saved pass, the next pass is the following epoch. With a different number of processes
-        or batch size, the loader resumes at the same sample.
+        If nothing is left of the saved pass, the next pass is the following epoch. If the number of processes or the
+        batch size has changed, the loader resumes at the same sample.
         """
         place, own = self._place, vars(self)
         own["derived"], done = "", state["batches"]
@@ -425,11 +425,11 @@ class PreparedLoader(DataLoader[Any]):
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
-        """Whether this rank saved the state, in a run with the same number of ranks."""
+        """Return True if this rank saved the state, in a run with the same number of ranks."""
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
     def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin the rest of a pass, with the saved random states."""
+        """Resume a saved pass with the saved random states."""
         present, epoch, start = host_random_states(), position["epoch"], position["batches"]
         batches = self._batches(epoch, start, position)
         set_random_states(position["random_at_start"])
@@ -438,7 +438,7 @@ class PreparedLoader(DataLoader[Any]):
         return found
 
     def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Begin a saved pass again from its start, in the same order."""
+        """Restart a saved pass from its beginning, in the same order."""
         present = host_random_states()
         load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
         set_random_states(position["random_at_start"])
@@ -449,7 +449,7 @@ class PreparedLoader(DataLoader[Any]):
     def _finish(self, position: Mapping[str, Any]) -> None:
         """Finish a pass that was saved at its last batch."""
         one, iterator = self._continue(position)
-        deque(iterator, maxlen=0)  # a sampler may draw random numbers when it ends
+        deque(iterator, maxlen=0)  # a sampler may draw random numbers at its end
         one.batches.close()
         self._place.current = None
 
@@ -479,8 +479,8 @@ def prepare_data_loader(
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"prepare_data_loader got {messages.a(loader)}, but only a torch.utils.data.DataLoader can be split "
-            "across processes. Wrap it: DataLoader(dataset, batch_size=...), with batch_size=None if its items are "
-            "already batches."
+            "across processes. Wrap your data in DataLoader(dataset, batch_size=...), with batch_size=None if its "
+            "items are already batches."
         )
     config = config or DataLoaderConfiguration()
     if config.use_stateful_dataloader:
@@ -489,9 +489,9 @@ def prepare_data_loader(
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose passes skip their first batches.
+    """Return a loader that skips the first ``num_batches`` batches of each pass.
 
-    It shares its epoch count with ``loader``: after one pass over the returned loader, ``loader`` continues with the
+    The returned loader shares its epoch count with ``loader``: after one pass over it, ``loader`` continues with the
     next epoch. Batches that ``load_state`` has already skipped are not skipped again.
 
     Raises:
@@ -507,31 +507,31 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even: bool) -> Any:
-    """This process's part of a loader."""
+    """Return this process's part of a loader."""
     world = strategy.num_data_ranks
     if world == 1:
         return loader
     if is_split(loader):
         messages.info_once(
             f"The loader of {type(loader.dataset).__name__} is already split by rank (it has a DistributedSampler, or "
-            "a dataset that knows its rank), so prepare() leaves it unchanged. prepare() can split it for you: remove "
-            "the sampler and use shuffle=True."
+            "a dataset that knows its rank), so prepare() leaves it unchanged. To let prepare() split it, remove the "
+            "sampler and use shuffle=True."
         )
         return loader
     size = _batch_size(loader)
     if config.split_batches and (not size or size % world):
         raise ValueError(
-            f"split_batches=True cuts each batch into {world} equal parts, but batch_size={size} is not divisible by "
-            f"{world}. Use a batch_size that is, or leave split_batches out, so that every process gets batches of "
-            "batch_size."
+            f"split_batches=True splits each batch into {world} equal parts, so batch_size must be divisible by "
+            f"{world}, but it is {size}. Change batch_size, or leave out split_batches so that every process gets "
+            "full batches."
         )
     if config.dispatch_batches:
         return Dispatched(loader, strategy, config.split_batches)
     if config.split_batches and not isinstance(loader.dataset, IterableDataset) and not cuts(loader.batch_sampler):
         raise ValueError(
-            f"split_batches=True cannot cut the batches of a {type(loader.batch_sampler).__name__} without reading "
-            "them. Give DataLoader a batch_size (and a sampler), or leave split_batches out, so that each process gets "
-            "whole batches."
+            f"split_batches=True cannot split the batches of a {type(loader.batch_sampler).__name__} without reading "
+            "them. Pass batch_size (and a sampler) to DataLoader, or leave out split_batches so that each process gets "
+            "full batches."
         )
 
     def divide(size: int, drop_last: bool = False) -> Division:
@@ -546,7 +546,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A torchdata loader, which knows its position in an iterable dataset."""
+    """Replace the loader of an iterable dataset with a torchdata loader, which can save its position."""
     if not messages.is_installed("torchdata"):
         raise ModuleNotFoundError(
             messages.missing("DataLoaderConfiguration(use_stateful_dataloader=True)", "torchdata")

@@ -1,4 +1,4 @@
-"""Local SGD: processes train independently for some steps, then parameters are averaged."""
+"""Local SGD: processes train independently for some steps, then average their parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context that averages parameters every few updates and at the end, instead of communicating gradients.
+    """Context manager that averages parameters every few updates and on exit, instead of synchronizing gradients.
 
-    Processes communicate less, but the result differs from synchronous training. Optimizer states, and statistics such
-    as batch norm's, remain different on each process.
+    Averaging reduces communication, but the result differs from synchronous training. Optimizer states and running
+    statistics, such as those of batch norm, are not averaged, so they differ between processes.
 
     Example:
         >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:  # doctest: +SKIP
@@ -33,10 +33,10 @@ class LocalSGD:
         Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
 
     Args:
-        accelerator: the Accelerator that has prepared the model.
-        model: the model.
-        local_sgd_steps: number of updates between averages.
-        enabled: False to train as usual.
+        accelerator: the Accelerator that prepared the model.
+        model: the prepared model.
+        local_sgd_steps: number of updates between two averagings.
+        enabled: if False, train as usual.
 
     Raises:
         ValueError: the model is not prepared, or ``local_sgd_steps`` is less than 1.
@@ -45,7 +45,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ValueError(f"LocalSGD: local_sgd_steps={local_sgd_steps!r} is less than 1. Pass 1 or more.")
+            raise ValueError(f"LocalSGD: local_sgd_steps={local_sgd_steps!r} must be 1 or more.")
         placement = accelerator.prepared.placements.get(id(model))
         if placement is None:
             raise ValueError(
@@ -74,7 +74,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an update; call this after ``optimizer.step()``. Incomplete accumulation windows do not count."""
+        """Count an update; call this after ``optimizer.step()``. Calls within an incomplete window do not count."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Standard library loggers for scripts with several processes."""
+"""Standard library loggers for multi-process scripts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     Each method accepts two more arguments:
 
     * ``main_process_only=False``: every process logs the line, prefixed with its rank;
-    * ``in_order=True``: the same, one process at a time; every process must make the call.
+    * ``in_order=True``: the same, but one process at a time. Every process must make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a line with a level of :mod:`logging`."""
+        """Log a line at one of the levels of :mod:`logging`."""
         everybody = not kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
@@ -46,7 +46,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Like the standard adapter, but keep the ``extra`` of a call."""
+        """Process arguments like the standard adapter, but keep a call's ``extra``."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -61,9 +61,10 @@ _said: set[tuple[str, str, str]] = set()
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger with a given name, usually ``__name__``, for scripts with several processes.
+    """Return the logger with the given name, usually ``__name__``, for multi-process scripts.
 
-    Its level is ``log_level``, else the variable ``PACELINE_LOG_LEVEL`` (or ``ACCELERATE_LOG_LEVEL``), else unchanged.
+    Its level is set to ``log_level``, or else to the environment variable ``PACELINE_LOG_LEVEL`` (or
+    ``ACCELERATE_LOG_LEVEL``). If neither is given, the level stays unchanged.
     """
     level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
     logger = logging.getLogger(name)
@@ -73,7 +74,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of processes, even before they join a process group."""
+    """Return this process's rank and the number of processes, even before they join a process group."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     cluster = find_cluster()
@@ -85,7 +86,7 @@ def _wait(count: int) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError(
-            "logger.log(..., in_order=True): the processes have not joined a process group yet, so they cannot wait "
-            "for each other. Create an Accelerator (or a PartialState) first."
+            "logger.log(..., in_order=True) needs a process group, but the processes have not joined one yet, so they "
+            "cannot wait for each other. Create an Accelerator (or a PartialState) first."
         )
     dist.barrier(host_room(_TIMEOUT)[0])

@@ -1,4 +1,4 @@
-"""The full weights of prepared models, and weight files that other tools can read."""
+"""Gathers the full weights of prepared models and writes them to files that other tools can read."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ModelWeights:
-    """Gathers the weights of prepared models, and writes them to files."""
+    """Gathers the weights of prepared models and writes them to files."""
 
     strategy: Strategy
     prepared: Prepared
     project: ProjectConfiguration
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full ``state_dict`` of a model. Every rank must call this.
+        """Return the full state dict of a model. Every rank must call this.
 
         If the weights are sharded, rank 0 gets them on the CPU, and all other ranks get an empty dict.
 
         Args:
             model: the model, prepared or not, possibly compiled.
-            unwrap: omit the prefixes that wrappers such as ``torch.compile`` add to names.
+            unwrap: whether to omit the prefixes that wrappers such as ``torch.compile`` add to names.
         """
         module = unwrapped(model) if unwrap else model
         placement = self.prepared.placements.get(id(module))
@@ -55,19 +55,20 @@ class ModelWeights:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights, in several files with an index if they are large. Every rank must call this.
+        """Write a model's weights, split into several files with an index if they are large.
 
-        Each file appears complete or not at all, and the index appears last. Then files that an earlier call wrote in
-        the same format are removed. Tied tensors are written once.
+        Every rank must call this. Each file is written atomically, and the index is written last. Then files that an
+        earlier call wrote in the same format are removed. Tied tensors are written once.
 
         Args:
             model: the prepared model.
             save_directory: path or URL of a folder, which is created if it does not exist.
-            max_shard_size: bytes, or a string such as ``"5GB"``; a single larger tensor gets a larger file.
-            safe_serialization: write ``model*.safetensors``; False: ``pytorch_model*.bin``.
+            max_shard_size: maximum file size in bytes, or a string such as ``"5GB"``. A tensor larger than this is
+                still written as one file.
+            safe_serialization: if True, write ``model*.safetensors``; otherwise ``pytorch_model*.bin``.
 
         Raises:
-            ValueError: the size is not valid.
+            ValueError: ``max_shard_size`` is not valid.
             OSError: a file could not be written; raised on every rank.
         """
         limit = size_in_bytes(max_shard_size, "max_shard_size")
@@ -86,14 +87,14 @@ class ModelWeights:
         together(strategy, "saved", write)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object on rank 0 (with ``save_on_each_node``, on the first rank of every machine).
+        """Write an object on rank 0 (or on local rank 0 of every node, with ``save_on_each_node``).
 
-        A file appears complete or not at all.
+        If ``f`` is a path, the file is written atomically.
 
         Args:
-            obj: anything that ``torch.save`` accepts; with ``safe_serialization`` a dict of tensors.
-            f: a path, or an open binary file.
-            safe_serialization: use the safetensors format.
+            obj: anything that ``torch.save`` accepts; with ``safe_serialization``, a dict of tensors.
+            f: a path or an open binary file.
+            safe_serialization: whether to use the safetensors format.
 
         Raises:
             TypeError: the safetensors format cannot store the object.
@@ -109,10 +110,10 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
         return
     found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
     if safe_serialization and (found is None or found.others):
-        odd = f"also has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        odd = f"also has non-tensor values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
         raise TypeError(
             f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format can only "
-            "store dicts of tensors. Leave safe_serialization out."
+            "store dicts of tensors. Leave out safe_serialization."
         )
     with atomic_write.written_aside(location(f)) as path:
         if found is None:

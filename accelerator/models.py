@@ -1,4 +1,4 @@
-"""Prepared models: the user's own modules, whose forward goes through the strategy."""
+"""Prepared models: the user's own modules, with a forward that runs through the strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
 
-#: Returns an error that says what to do about a model's error; None if there is nothing to add.
+#: Returns an error that says what to do about a model's error, or None if there is nothing to add.
 Explain = Callable[["PreparedModel", BaseException], "BaseException | None"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -27,9 +27,9 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Attributes:
-        strategy: the strategy of this model only; its states, gradients and steps go through it.
+        strategy: the strategy that handles only this model's states, gradients and steps.
         parameters: the module's parameters by name.
-        frozen: whether it was prepared for evaluation only.
+        frozen: whether the model was prepared for evaluation only.
     """
 
     _any_method: AnyMethod | None = None
@@ -42,7 +42,7 @@ class PreparedModel:
         self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
 
     def set_up(self, place: bool) -> None:
-        """Move the module to its device; shard or wrap it."""
+        """Move the module to its device, and shard or wrap it."""
         if place and self.strategy.places(self.module):
             self.module = self.strategy.setup_module(self.module)
             self.strategy.settle_weights(self.module, required=False)
@@ -57,14 +57,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """The current parameter for one that the module has, or had before setup; None for any other parameter."""
+        """Return the current version of a parameter that the module has, or had before setup; None for any other."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give an optimizer the module's current parameters; returns whether it has any of them."""
+        """Give an optimizer the module's current parameters; return True if the optimizer has any of them."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -80,7 +80,7 @@ class PreparedModel:
         compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
         explain: Explain,
     ) -> None:
-        """Route the module's forward through wrapper, precision and compiler."""
+        """Route the module's forward through the wrapper, precision and compiler."""
         self._output_dtype, self._compiler = output_dtype, compiler
         module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
         plain = step = module.forward
@@ -99,9 +99,9 @@ class PreparedModel:
             module.forward = Routed(module, train, evaluate, partial(explain, self))
 
     def route_method(self, name: str, explain: Explain) -> Callable[..., Any]:
-        """Return a method of the module that is called as its forward is: through wrapper and precision.
+        """Return a method of the module that runs through the wrapper and precision, as its forward does.
 
-        A loss that is computed in ``module.training_step`` then has gradients that the processes average.
+        The gradients of a loss computed in ``module.training_step`` are then averaged across processes.
         """
         method = getattr(self.module, name)
         if not is_prepared(self.module):
@@ -129,8 +129,8 @@ class PreparedModel:
         if not is_initialized(self.module):
             raise TypeError(
                 f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, so "
-                "neither can be unpickled before the other. Pickle the Accelerator, which includes the module, or keep "
-                "both out of the module."
+                "neither can be unpickled before the other. Pickle the Accelerator, which includes the module, or "
+                "don't store the Accelerator and its optimizers in the module."
             )
         self.strategy.setup_environment()
         self._know_parameters()
@@ -140,14 +140,14 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step of a model whose weights were not loaded when it was prepared; load them first."""
+        """Run a step, but first load any weights that were not yet loaded when the model was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
 
 
 def explain_alone(model: PreparedModel, error: BaseException) -> BaseException | None:
-    """Explain an error of a model without its Accelerator; None if there is nothing to add."""
+    """Explain a model's error without its Accelerator; return None if there is nothing to add."""
     return explain_lost_worker(error, "") or model.strategy.explain(error)
 
 
@@ -158,12 +158,12 @@ def refuse_processes(strategy: Strategy, what: str) -> None:
         why = f"{strategy.world_size} processes share it" if several else "it shards models"
         raise TypeError(
             f"{what} cannot be copied or pickled under {name}, because {why}. Save everything with "
-            "accelerator.save_state(folder), or the weights with accelerator.get_state_dict(model)."
+            "accelerator.save_state(folder), or get only the weights with accelerator.get_state_dict(model)."
         )
 
 
 class Routed:
-    """The forward of a prepared module. Copies of the module get the plain forward, since they are not prepared."""
+    """The forward of a prepared module. Copies of the module get the plain forward, because they are not prepared."""
 
     def __init__(
         self,
@@ -200,11 +200,11 @@ class Routed:
 
 
 class AnyMethod:
-    """The forward of a prepared module, inside of its wrappers, which runs another method of the module when asked to.
+    """The forward of a prepared module, inside its wrappers, which can run another method of the module instead.
 
     Attributes:
         forward: the module's own forward, compiled if the Accelerator compiles models.
-        method: what the next call runs instead; None: ``forward``.
+        method: the method that the next call runs; if None, ``forward``.
     """
 
     forward: Callable[..., Any]
@@ -215,7 +215,7 @@ class AnyMethod:
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method as the module's forward."""
-        if not is_prepared(self.module):  # inside of another such method
+        if not is_prepared(self.module):  # inside another such method
             return method(*args, **kwargs)
         self.method = method
         try:
@@ -228,7 +228,7 @@ class AnyMethod:
         if method is None:
             return self.forward(*args, **kwargs)
         routed = vars(self.module)["forward"]
-        restore(self.module)  # a method that calls the module itself is within its wrappers already
+        restore(self.module)  # a method that calls the module itself is already inside its wrappers
         try:
             return method(*args, **kwargs)
         finally:
@@ -244,13 +244,13 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_class_forward(forward: Any) -> bool:
-    """Whether a forward is defined by the module's class, rather than set on the module itself."""
+    """Return True if a forward is defined by the module's class, not set on the module itself."""
     function = getattr(forward, "__func__", None)
     return function is not None and function is getattr(type(forward.__self__), "forward", None)
 
 
 def is_prepared(module: Any) -> bool:
-    """Whether a module is prepared."""
+    """Return True if a module is prepared."""
     return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
 
 
@@ -263,7 +263,7 @@ def restore(module: nn.Module) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    """Return the module without its torch.compile, DataParallel and DistributedDataParallel wrappers."""
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -274,17 +274,17 @@ def unwrapped(model: Any) -> Any:
 
 
 def migrated(model: nn.Module) -> nn.Module:
-    """The module to prepare; warns about wrappers of the script that are no longer needed."""
+    """Return the module to prepare; warn about the script's own wrappers, which are no longer needed."""
     if isinstance(model, DataParallel):
         messages.warn_once(
-            "accelerator.prepare got a model in nn.DataParallel and unwrapped it: one process per device "
-            "(DistributedDataParallel) is faster, and `paceline launch` starts them. Delete the DataParallel(...) "
-            "line."
+            "accelerator.prepare got a model wrapped in nn.DataParallel and unwrapped it, because one process per "
+            "device (DistributedDataParallel) is faster. Delete the DataParallel(...) line, and start the processes "
+            "with `paceline launch`."
         )
     elif isinstance(model, DistributedDataParallel):
         messages.warn_once(
-            "accelerator.prepare got a model that is already in DistributedDataParallel and unwrapped it, because "
-            "prepare wraps it itself. Pass options such as find_unused_parameters as "
+            "accelerator.prepare got a model wrapped in DistributedDataParallel and unwrapped it, because prepare "
+            "wraps it itself. Pass options such as find_unused_parameters as "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
             "DistributedDataParallel(...) line."
         )
@@ -292,7 +292,7 @@ def migrated(model: nn.Module) -> nn.Module:
 
 
 def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward, and convert its 16-bit outputs to float32 for the loss."""
+    """Call a forward function and convert its 16-bit outputs to float32 for the loss."""
     return to_float32(forward(*args, **kwargs))
 
 

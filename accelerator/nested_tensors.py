@@ -1,4 +1,4 @@
-"""Functions for tensors in nested lists, tuples and mappings, without communication."""
+"""Functions for tensors in nested lists, tuples and mappings; none of them communicates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..processes.device_transfer import move
 
 
 def is_torch_tensor(value: Any) -> bool:
-    """Whether a value is a tensor."""
+    """Return True if the value is a tensor."""
     return isinstance(value, Tensor)
 
 
 def is_namedtuple(value: Any) -> bool:
-    """Whether a value is a named tuple."""
+    """Return True if the value is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
 
 
@@ -60,11 +60,11 @@ def recursively_apply(
     """Return a copy of nested lists, tuples and mappings with ``func`` applied to values that ``test_type`` accepts.
 
     Args:
-        func: called with each value, ``args`` and ``kwargs``.
+        func: function to call with each value, ``args`` and ``kwargs``.
         data: the structure.
         *args: passed to ``func``.
-        test_type: selects the values.
-        error_on_other_type: raise a TypeError for other values except None.
+        test_type: returns True for the values to apply ``func`` to.
+        error_on_other_type: whether to raise a TypeError for other values except None.
         **kwargs: passed to ``func``.
     """
 
@@ -76,10 +76,10 @@ def recursively_apply(
         if isinstance(value, Mapping):
             return honor_mapping(value, {key: walk(entry) for key, entry in value.items()})
         if error_on_other_type and value is not None:
-            name = getattr(func, "__name__", "this")
+            name = getattr(func, "__name__", "recursively_apply")
             raise TypeError(
-                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Pass tensors, in lists, "
-                "tuples or dicts: use torch.tensor(value) for a number and gather_object for other objects."
+                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Pass only tensors, in lists, "
+                "tuples or dicts. Use torch.tensor(value) for a number and gather_object for other objects."
             )
         return value
 
@@ -87,14 +87,14 @@ def recursively_apply(
 
 
 def leaves(data: Any) -> list[Tensor]:
-    """The tensors in a structure, in order."""
+    """Return the tensors in a structure, in order."""
     found: list[Tensor] = []
     recursively_apply(found.append, data)
     return found
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Move tensors and objects with a method ``to`` to a device, except those under ``skip_keys`` in mappings."""
+    """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings."""
     if not skip_keys:
         return move(tensor, device)
     skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys)
@@ -107,20 +107,20 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor in a structure."""
+    """Return the size of the first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
-        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data that contains one.")
+        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data with a tensor.")
     return found
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Like :func:`find_batch_size`; None if there is no tensor."""
+    """Like :func:`find_batch_size`, but return None if there is no tensor."""
     return batch_size_of(data)
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in a structure; None if there is none."""
+    """Return the device of the first tensor in a structure, or None if there is no tensor."""
     return next((tensor.device for tensor in leaves(data)), None)
 
 
@@ -132,7 +132,7 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate the tensors of structures of the same form."""
+    """Concatenate the corresponding tensors of structures that have the same layout."""
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
@@ -162,7 +162,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Create empty tensors for a result of :func:`get_data_structure`."""
+    """Create uninitialized tensors from a result of :func:`get_data_structure`."""
     return recursively_apply(
         lambda information: torch.empty(*information.shape, dtype=information.dtype),
         data_structure,
@@ -171,7 +171,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 class TensorInformation:
-    """Shape and dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -187,7 +187,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A function that returns the outputs of ``model_forward`` in float32."""
+    """Wraps ``model_forward`` and converts its 16-bit outputs to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -198,7 +198,7 @@ class ConvertOutputsToFp32:
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            "A forward whose outputs are converted to float32 cannot be pickled. Unwrap the model first: "
+            "A forward method whose outputs are converted to float32 cannot be pickled. Unwrap the model first: "
             "unwrap_model(model, keep_fp32_wrapper=False)."
         )
 
@@ -207,7 +207,7 @@ convert_outputs_to_fp32 = ConvertOutputsToFp32
 
 
 def rows_of(batch: Any) -> int:
-    """Number of samples in a batch: rows of its tensors, else the length of its first list, else 0."""
+    """Return the number of samples in a batch: the rows of its tensors, else the length of its first list, else 0."""
     found = batch_size_of(batch)
     while found is None and isinstance(batch, Mapping):
         batch = next(iter(batch.values()), None)

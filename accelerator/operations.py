@@ -1,7 +1,7 @@
 """Operations on tensors across processes: gather, reduce, broadcast, pad, split.
 
-Every process must make the same call. Processes compare the shapes and dtypes first (16 bytes), so that a mismatch
-raises an error on every process.
+Every process must make the same call. Processes first exchange 16 bytes to compare shapes and dtypes, so that a
+mismatch raises an error on every process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
-    """The processes passed different inputs to an operation."""
+    """Raised if processes pass different inputs to an operation."""
 
 
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Concatenate the tensors of all processes along the first dimension; scalars give shape (world,).
+    """Concatenate the tensors of all processes along the first dimension; scalars become shape (world,).
 
     Only the size of the first dimension may differ between processes.
 
     Raises:
         DistributedOperationException: the tensors differ in any other way; raised on every process.
-        TypeError: the data contain something other than tensors.
+        TypeError: the data contains something other than tensors.
     """
     _refuse_others("gather", data)
     own = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaves(data)]
@@ -69,16 +69,16 @@ def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, grou
 
 
 def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
-    """The structure of ``data`` with other tensors."""
+    """Return a structure like ``data`` with its tensors replaced."""
     following = iter(tensors)
     return recursively_apply(lambda _: next(following), data)
 
 
 def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
-    """Like :func:`gather`, but drops repeated samples, so that a pass gives every sample once, in order.
+    """Like :func:`gather`, but drops repeated samples, so that a pass yields every sample once and in order.
 
-    Rows are removed from tensors (and lists of objects) with one row per sample. Anything else is returned whole, with
-    a warning if the pass ended with repeated samples.
+    Rows are removed from tensors (and lists of objects) that have one row per sample. Anything else is returned
+    unchanged, with a warning if the pass ended with repeated samples.
     """
     if strategy.world_size == 1:
         return data
@@ -98,7 +98,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """Keep the first ``counting`` of ``own`` rows; the rest repeat samples of another process."""
+    """Keep the first ``counting`` of ``own`` rows, because the rest repeat another process's samples."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
@@ -112,15 +112,15 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
     if strategy.agree(bool(whole) and counting < own):
         messages.warn_once(
             f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
-            "and at the end of this loader some processes repeat samples of other processes. A value without one row "
-            "per sample is returned whole, so repeated samples count twice in it. Gather one value per sample and "
-            "reduce the result."
+            "and at the end of this loader some processes repeat samples of other processes. Repeated samples are "
+            "removed only from values with one row per sample, so they count twice in this value. Gather one value "
+            "per sample and reduce the result."
         )
     return data
 
 
 def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """The lists of all processes joined in rank order; or if they are not lists, a list of all objects."""
+    """Join the lists of all processes in rank order; if they are not all lists, return a list of the objects."""
     found = strategy.gather_objects(data, group)
     if all(isinstance(entry, (list, tuple)) for entry in found):
         return list(chain.from_iterable(found))
@@ -128,7 +128,7 @@ def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
 
 
 def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Reduce every tensor over the processes, then multiply it by ``scale``."""
+    """Reduce every tensor across processes, then multiply it by ``scale``."""
     if reduction not in REDUCTIONS:
         raise ValueError(messages.unknown("reduction", reduction, REDUCTIONS))
     _require_alike("reduce", data, strategy)
@@ -168,16 +168,16 @@ def pad_across_processes(
         return data
     if len({len(entry) for entry in found}) > 1:
         raise DistributedOperationException(
-            f"pad_across_processes got {', '.join(str(len(entry)) for entry in found)} tensors on ranks 0, 1, ...: "
-            "pass the same number on every process."
+            f"pad_across_processes got a different number of tensors on each rank (in rank order: "
+            f"{', '.join(str(len(entry)) for entry in found)}). Pass the same number on every process."
         )
     for index, column in enumerate(zip(*found, strict=True)):
         if len({dims for dims, _ in column}) > 1:
             which = f"tensor {index}" if len(sizes) > 1 else "a tensor"
             raise DistributedOperationException(
-                f"pad_across_processes got {which} with {', '.join(str(dims) for dims, _ in column)} dimensions on "
-                "ranks 0, 1, ...: padding makes a dimension longer but does not add one. Pass tensors with the same "
-                "number of dimensions on every process, such as tensor.unsqueeze(0) for a single sample."
+                f"pad_across_processes got {which} with {', '.join(str(dims) for dims, _ in column)} dimensions (in "
+                "rank order). Padding can extend a dimension but cannot add one. Pass tensors with the same number of "
+                "dimensions on every process, such as tensor.unsqueeze(0) for a single sample."
             )
     largest = iter([max(size for _, size in column) for column in zip(*found, strict=True)])
 
@@ -203,7 +203,7 @@ def _padded(tensor: Tensor, dim: int, size: int, value: Any = 0, first: bool = F
     return torch.cat(parts if first else parts[::-1], dim=dim)
 
 
-# ---- what differs ----------------------------------------------------------------------------------------------------
+# ---- mismatches ------------------------------------------------------------------------------------------------------
 
 
 def _described(data: Any) -> list[tuple[tuple[int, ...], str]]:
@@ -223,8 +223,8 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
     )
     may = f" (only {but} may differ)" if but else ""
     return (
-        f"{operation} needs tensors of the same shapes and dtypes on every rank{may}, but got {listed}. Make the "
-        "shapes equal: pad_across_processes(data, dim=1) pads a dimension."
+        f"{operation} needs tensors with the same shapes and dtypes on every rank{may}, but got {listed}. Make the "
+        "shapes equal, for example with pad_across_processes(data, dim=1)."
     )
 
 
@@ -232,7 +232,7 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
 
 
 def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
-    """This process's part of ``inputs``; parts are contiguous and differ in size by at most 1, larger ones first.
+    """Return this process's part of ``inputs``: contiguous parts, equal in size or larger by 1 on the first ranks.
 
     Raises:
         TypeError: the inputs cannot be split.
@@ -255,8 +255,8 @@ def _length(inputs: Any) -> int:
         lengths = {key: _length(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"split_between_processes got a dict whose entries have different lengths: {lengths}. Give the same "
-                "number of inputs under each key."
+                f"split_between_processes got a dict whose entries have different lengths: {lengths}. Pass the "
+                "same number of inputs for each key."
             )
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):

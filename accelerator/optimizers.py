@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Wraps the user's optimizer, and has all of its attributes.
+    """Wraps the user's optimizer and exposes all of its attributes.
 
     ``step()`` does nothing while gradients are accumulated. ``zero_grad()`` keeps gradients that no step has used yet,
-    so it may be called at the beginning or at the end of a micro-batch.
+    so it may be called at the beginning or the end of a micro-batch.
 
     Args:
-        strategy: the strategy of its model, which runs its steps.
-        placements: the prepared models whose parameters it updates.
-        clip_norm: gradient norm that each step clips to; None to not clip.
+        strategy: the strategy of the optimizer's model, which runs the steps.
+        placements: the prepared models whose parameters the optimizer updates.
+        clip_norm: gradient norm to clip to at each step; None means no clipping.
 
     Attributes:
-        placement: the first of its models, or None.
-        strategies: ids of the strategies of its models.
-        scales: whether its gradients contain the fp16 loss scale.
+        placement: the first of these models, or None.
+        strategies: IDs of the models' strategies.
+        scales: whether the gradients contain the fp16 loss scale.
     """
 
     #: Returns an error that says what to do about a given error; None if there is nothing to add.
@@ -69,10 +69,10 @@ class AcceleratedOptimizer(Optimizer):
         return self._is_overflow
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step, if the window is complete.
+        """Step if the accumulation window is complete; otherwise do nothing.
 
         Args:
-            closure: evaluates the loss and calls ``accelerator.backward``, for optimizers that need one.
+            closure: function that computes the loss and calls ``accelerator.backward``, for optimizers that need one.
         """
         state = self._state_of_gradients
         window = state.window
@@ -84,7 +84,7 @@ class AcceleratedOptimizer(Optimizer):
             state.used()
         loss = None
         if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
-            window.settle(self)  # otherwise the gradients are final already
+            window.settle(self)  # otherwise the gradients are already final
         if closure is None and self._clip_norm is not None:
             self.strategy.clip_by_norm(self._own_parameters, self._clip_norm)
         self._steps = True
@@ -111,7 +111,7 @@ class AcceleratedOptimizer(Optimizer):
         return parameters(self.optimizer)
 
     def refuse_others(self, why: str) -> None:
-        """Make direct steps of the user's optimizer an error; ``why`` explains what would go wrong."""
+        """Make it an error to step the user's optimizer directly; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step the optimizer that prepare returned: optimizer = accelerator.prepare(optimizer)."
@@ -136,7 +136,7 @@ class AcceleratedOptimizer(Optimizer):
         """Clear gradients; does nothing while they are accumulated, or before the backward pass of a micro-batch.
 
         Args:
-            set_to_none: as for torch's optimizers.
+            set_to_none: same as for torch's optimizers.
         """
         state = self._state_of_gradients
         window = state.window
@@ -155,11 +155,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Switch schedule-free optimizers to training."""
+        """Switch schedule-free optimizers to training mode."""
         getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """Switch schedule-free optimizers to evaluation."""
+        """Switch schedule-free optimizers to evaluation mode."""
         getattr(self.optimizer, "eval", lambda: None)()
 
     @property
@@ -211,15 +211,15 @@ class AcceleratedOptimizer(Optimizer):
 def _refuse_scaler(accelerating: bool) -> None:
     """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
 
-    The scaler reads nothing else of an optimizer, so only the calling file tells it apart from other readers.
+    The scaler reads nothing else from an optimizer, so only the calling file shows that the scaler is the caller.
 
     Args:
-        accelerating: gradients are accumulated or scaled, so a second scaler would corrupt them.
+        accelerating: whether gradients are accumulated or scaled, so that a second scaler would corrupt them.
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
             "The script uses its own GradScaler on a prepared optimizer. Under mixed_precision='fp16', "
-            "accelerator.backward and optimizer.step() scale and unscale by themselves. Delete the scaler: "
+            "accelerator.backward and optimizer.step() already scale and unscale. Delete the scaler: "
             "scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) becomes "
             "optimizer.step(), and scaler.unscale_ and scaler.update are not needed."
         )

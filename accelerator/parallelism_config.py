@@ -1,4 +1,4 @@
-"""``ParallelismConfig``: the dimensions along which processes share the work."""
+"""``ParallelismConfig``: the dimensions of parallelism and their sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Settings of tensor parallelism.
+    """Settings for tensor parallelism.
 
     Args:
         enable_async_tp: not supported.
-        plan: how layers are split: patterns of layer names with ``"colwise"`` or ``"rowwise"``; ``"auto"`` chooses by
-            names.
+        plan: how to split layers: a mapping from patterns of layer names to ``"colwise"`` or ``"rowwise"``.
+            ``"auto"`` chooses by layer name.
     """
 
     enable_async_tp: bool = False
@@ -34,14 +34,14 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Settings of context parallelism, which an Accelerator does not support."""
+    """Settings for context parallelism, which the Accelerator does not support."""
 
     cp_comm_strategy: str | None = None
 
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's sequence parallelism, which is not supported."""
+    """Settings for DeepSpeed's sequence parallelism, which is not supported."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -49,7 +49,7 @@ class DeepSpeedSequenceParallelConfig:
 
 
 class _Enabled(property):
-    """Whether there are several processes along a dimension."""
+    """Property that is True if a dimension has more than one process."""
 
     def __init__(self, dim: str, doc: str) -> None:
         super().__init__(lambda config: config.size(dim) > 1, doc=doc)
@@ -60,15 +60,17 @@ class _Enabled(property):
 
 @dataclass
 class ParallelismConfig:
-    """Sizes whose product is the number of processes; None for the settings (``parallelism_config_...``), else 1.
+    """Sizes of the dimensions of parallelism, whose product is the number of processes.
+
+    A size of None is taken from the settings (``parallelism_config_...``), or else is 1.
 
     Args:
-        dp_replicate_size: copies of the (sharded) model.
-        dp_shard_size: processes over which each parameter is sharded.
-        tp_size: processes over which each layer is split.
-        tp_handler: settings of tensor parallelism.
+        dp_replicate_size: number of copies of the (sharded) model.
+        dp_shard_size: number of processes across which each parameter is sharded.
+        tp_size: number of processes across which each layer is split.
+        tp_handler: settings for tensor parallelism.
         cp_size, sp_size: not supported above 1.
-        cp_backend, sp_backend, cp_handler, sp_handler: accepted.
+        cp_backend, sp_backend, cp_handler, sp_handler: accepted and ignored.
     """
 
     dp_replicate_size: int | None = None
@@ -95,12 +97,12 @@ class ParallelismConfig:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
-                f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}): both split sequences. Set one of "
-                "them to 1."
+                f"ParallelismConfig: cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one "
+                "of them to 1."
             )
 
     def filled(self, settings: Mapping[str, Any] | None) -> ParallelismConfig:
-        """A copy with unset sizes from the settings, else 1."""
+        """Return a copy with unset sizes taken from the settings, or else set to 1."""
         names = {f"{dim}_size": f"parallelism_config_{dim}_size" for dim in DIMS}
         found = fill(self, settings, names)
         return replace(found, **{name: getattr(found, name) or 1 for name in names})
@@ -108,7 +110,7 @@ class ParallelismConfig:
     # ---- sizes -----------------------------------------------------------------------------------------------------
 
     def size(self, dim: str) -> int:
-        """The number of processes along a dimension."""
+        """Return the number of processes along a dimension."""
         return getattr(self, f"{dim}_size") or 1
 
     @property
@@ -123,7 +125,7 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of processes that share one sample."""
+        """Number of processes that share each sample."""
         return self.size("tp") * self.size("cp") * self.size("sp")
 
     dp_replicate_enabled = _Enabled("dp_replicate", "Whether the model is replicated.")
@@ -136,7 +138,7 @@ class ParallelismConfig:
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The dimensions with several processes, outermost first."""
+        """The dimensions with more than one process, outermost first."""
         return [dim for dim in DIMS if self.size(dim) > 1]
 
     @property
@@ -151,21 +153,21 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Active dimensions over which parameters are sharded."""
+        """Active dimensions across which parameters are sharded."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_shard", "cp", "sp")]
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Active dimensions over which a loss is averaged."""
+        """Active dimensions across which a loss is averaged."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard", "cp", "sp")]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Dimensions for ``fully_shard``: the replicate dimension if active, and the flattened shard dimension."""
+        """Dimensions for ``fully_shard``: the replicate dimension (if active) and the flattened shard dimension."""
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Create the mesh of the active dimensions, including flattened ones; None with one process.
+        """Create the mesh of the active dimensions, including flattened ones; return None if there is one process.
 
         Every process must call this after joining the process group.
         """
@@ -184,29 +186,29 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh; created if there is none and ``device_type`` is given."""
+        """Return the mesh; if it does not exist and ``device_type`` is given, create it first."""
         if self.device_mesh is None and device_type is not None:
             return self.build_device_mesh(device_type)
         if self.device_mesh is not None and device_type not in (None, self.device_mesh.device_type):
             raise ValueError(
                 f"The mesh of this ParallelismConfig is for {self.device_mesh.device_type!r}, but {device_type!r} was "
-                "requested. Create another ParallelismConfig for it."
+                "requested. Create another ParallelismConfig for that device type."
             )
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain data."""
+        """Return all fields as plain data."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return {name: asdict(value) if is_dataclass(value) else value for name, value in found.items()}  # type: ignore[arg-type]
 
     # ---- the strategy ----------------------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The arguments of ModelParallelStrategy."""
+        """Return the arguments for ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
-                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out: layers are split the "
-                "same way, but communication does not overlap their matrix products."
+                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out. Layers are still "
+                "split the same way, but communication does not overlap with matrix multiplications."
             )
         found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
         if self.tp_enabled and self.tp_handler is not None:
@@ -215,5 +217,5 @@ class ParallelismConfig:
 
     @property
     def written(self) -> str:
-        """The sizes above 1 as code, for errors."""
+        """The sizes above 1 as code, for error messages."""
         return f"ParallelismConfig({', '.join(f'{dim}_size={self.size(dim)}' for dim in self.active_mesh_dims)})"

@@ -1,6 +1,6 @@
-"""Plugins of an Accelerator: accumulation, folders, compiling, FSDP and DeepSpeed.
+"""Accelerator plugins for accumulation, project folders, compilation, FSDP and DeepSpeed.
 
-A field that is None is set by the launcher's flag, the environment or the configuration file.
+A field that is None takes its value from a launcher flag, the environment or the configuration file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ MODES: tuple[ModeName, ...] = get_args(ModeName)
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """Settings for gradient accumulation.
 
     Args:
-        num_steps: micro-batches per update; None for the settings, else 1.
-        adjust_scheduler: accepted; a prepared scheduler always advances once per update, so its length counts updates.
+        num_steps: micro-batches per update; if None, taken from the settings, or else 1.
+        adjust_scheduler: accepted and ignored; a prepared scheduler always advances once per update, so its length
+            must be given in updates.
         sync_with_dataloader: whether the last batch of a loader completes a window.
-        sync_each_batch: communicate gradients after every micro-batch: less memory under FSDP, more communication.
+        sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
+            needs more communication.
     """
 
     num_steps: int | None = None
@@ -60,15 +62,16 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where logs and checkpoints are written.
+    """Settings for where logs and checkpoints are written.
 
     Args:
-        project_dir: folder of the project.
-        logging_dir: folder of the trackers; None for ``project_dir``.
-        automatic_checkpoint_naming: ``save_state()`` without a folder writes ``checkpoints/checkpoint_0``, ``_1``, ...
-        total_limit: number of these to keep; None for all.
-        iteration: number of the next one.
-        save_on_each_node: write on every machine, for machines that do not share disks.
+        project_dir: the project folder.
+        logging_dir: the folder for trackers; if None, ``project_dir``.
+        automatic_checkpoint_naming: if True, ``save_state()`` without a folder writes ``checkpoints/checkpoint_0``,
+            ``_1``, ...
+        total_limit: number of these checkpoints to keep; None keeps all.
+        iteration: number of the next checkpoint.
+        save_on_each_node: whether to write on every node, for nodes that do not share a disk.
     """
 
     project_dir: str | None = None
@@ -82,13 +85,13 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project's folder, and the logging folder if it is not set."""
+        """Set the project folder, and also the logging folder if it is not set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
 
     def writes(self, strategy: Strategy) -> bool:
-        """Whether this process writes files: rank 0, with ``save_on_each_node`` the first rank of every machine."""
+        """Return True if this process writes files: rank 0, or local rank 0 on each node if ``save_on_each_node``."""
         return strategy.is_global_zero or (self.save_on_each_node and strategy.local_rank == 0)
 
 
@@ -100,13 +103,13 @@ class TorchDynamoPlugin(KwargsHandler):
     """Arguments of ``torch.compile`` for prepared models.
 
     Args:
-        backend: a :class:`DynamoBackend` or its name; ``"no"`` to not compile.
+        backend: a :class:`DynamoBackend` or its name; ``"no"`` turns compilation off.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
-        fullgraph: raise an error instead of compiling several graphs.
-        dynamic: compile for shapes that change; None lets torch decide.
-        options: options of the backend; cannot be combined with ``mode``.
-        disable: compile nothing, for debugging.
-        use_regional_compilation: compile repeated blocks separately, to spend less time compiling.
+        fullgraph: whether to raise an error if a model cannot be compiled as a single graph.
+        dynamic: whether to compile for dynamic shapes; None lets torch decide.
+        options: backend options; cannot be combined with ``mode``.
+        disable: whether to turn compilation off for debugging.
+        use_regional_compilation: whether to compile repeated blocks separately, which shortens compilation.
     """
 
     backend: DynamoBackend | BackendName | None = None
@@ -124,8 +127,8 @@ class TorchDynamoPlugin(KwargsHandler):
             raise ValueError(messages.unknown("mode in TorchDynamoPlugin", self.mode, MODES))
         if self.options is not None and self.mode not in (None, "default"):
             raise ValueError(
-                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options!r}): torch.compile takes only one of the "
-                "two. A mode is a set of options: leave one out."
+                f"TorchDynamoPlugin got mode={self.mode!r} and options={self.options!r}, but torch.compile accepts "
+                "only one of the two, because a mode is a set of options. Leave one out."
             )
 
     @property
@@ -134,12 +137,12 @@ class TorchDynamoPlugin(KwargsHandler):
         return self.backend not in (None, DynamoBackend.NO)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name; the backend in lower case, as torch expects it."""
+        """Return every field by name, with the backend in lowercase, as torch expects it."""
         found = super().to_dict()
         return found if self.backend is None else {**found, "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile`` that are set."""
+        """Return the ``torch.compile`` arguments that are set."""
         found = super().to_kwargs()
         found.pop("use_regional_compilation", None)
         if found.get("mode") == "default":
@@ -147,7 +150,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return found
 
     def compiler(self) -> Callable[..., Any] | None:
-        """``torch.compile`` with these arguments; None to not compile."""
+        """Return ``torch.compile`` with the plugin's arguments, or None if compilation is off."""
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
@@ -155,15 +158,18 @@ class TorchDynamoPlugin(KwargsHandler):
         if arguments["backend"] not in present:
             known = [word for word in DynamoBackend.list() if word.lower() in present]
             raise ValueError(
-                f"TorchDynamoPlugin(backend={str(self.backend)!r}): torch {torch.__version__} has no such backend "
-                f"here. It has {messages.names(known, 'and')}; others come with separate packages that must be "
-                "installed."
+                f"TorchDynamoPlugin: backend={str(self.backend)!r} is not available in torch {torch.__version__} on "
+                f"this machine. It has {messages.names(known, 'and')}. Install the package that provides the backend, "
+                "or choose another backend."
             )
         watch_compiling()
         return partial(torch.compile, **arguments)
 
     def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:
-        """Function that compiles the module's forward; None to not compile, or if its blocks were compiled in place."""
+        """Return a function that compiles the module's forward.
+
+        Returns None if compilation is off, or if the module's blocks have been compiled in place.
+        """
         compiler = self.compiler()
         if compiler is None or not self.use_regional_compilation:
             return compiler
@@ -171,7 +177,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return None
         messages.info_once(
             f"use_regional_compilation found no list of blocks of the same class in {type(module).__name__}, so the "
-            "whole module is compiled at once."
+            "entire module is compiled at once."
         )
         return compiler
 
@@ -186,7 +192,7 @@ _DYNAMO = {
 
 
 def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] | None) -> TorchDynamoPlugin:
-    """The given plugin, with unset fields from the settings."""
+    """Return the given plugin with its unset fields filled in from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
             f"Accelerator: dynamo_plugin={plugin!r} is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or use "
@@ -200,26 +206,27 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
 
 
 class FullyShardedDataParallelPlugin(FSDPSettings):
-    """Shard weights, gradients and optimizer state over processes with torch's ``fully_shard`` (FSDP2).
+    """Shards weights, gradients and optimizer state across processes with torch's ``fully_shard`` (FSDP2).
 
-    Fields of FSDP 1 are translated, and one note lists the fields that mean nothing in FSDP2. Fields that are None come
-    from the settings (``fsdp_...``).
+    FSDP 1 fields are translated, and a single message lists the fields that have no meaning in FSDP2. Fields that are
+    None are filled in from the settings (``fsdp_...``).
 
     Args:
         fsdp_version: 1 is accepted and treated as 2.
-        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep weights between forward and backward),
-            ``"HYBRID_SHARD"`` (shard within a machine) or ``"HYBRID_SHARD_ZERO2"``.
-        reshard_after_forward: False keeps weights between forward and backward; or a ``sharding_strategy``.
-        mixed_precision_policy: a ``MixedPrecisionPolicy`` instead of autocast. FSDP 1's ``MixedPrecision``, a dict of
-            its arguments, and ``"bf16"`` or ``"fp16"`` for everything also work.
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
-            torch.distributed.fsdp.wrap; None wraps the repeated block.
-        transformer_cls_names_to_wrap: class names of the blocks, as a list or separated by commas.
-        min_num_params: smallest number of parameters in a block, for ``"size_based_wrap"``.
-        cpu_offload: keep shards and optimizer state in CPU memory.
-        state_dict_type: ``"FULL_STATE_DICT"`` (checkpoints are one file) or ``"SHARDED_STATE_DICT"`` (each process
-            writes its shards).
-        activation_checkpointing: recompute the forward pass of each block during backward.
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep full weights between forward and backward),
+            ``"HYBRID_SHARD"`` (shard within a node) or ``"HYBRID_SHARD_ZERO2"``.
+        reshard_after_forward: if False, keep full weights between forward and backward; can also be a
+            ``sharding_strategy``.
+        mixed_precision_policy: a ``MixedPrecisionPolicy`` to use instead of autocast. FSDP 1's ``MixedPrecision``, a
+            dict of its arguments, and ``"bf16"`` or ``"fp16"`` (the same dtype for everything) also work.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy from
+            torch.distributed.fsdp.wrap; None wraps each repeated block.
+        transformer_cls_names_to_wrap: class names of the blocks, as a list or a comma-separated string.
+        min_num_params: minimum number of parameters in a block, for ``"size_based_wrap"``.
+        cpu_offload: whether to keep shards and optimizer state in CPU memory.
+        state_dict_type: ``"FULL_STATE_DICT"`` (a checkpoint is one file) or ``"SHARDED_STATE_DICT"`` (each process
+            writes its own shards).
+        activation_checkpointing: whether to recompute each block's forward pass during backward.
         ignored_modules, param_init_fn, activation_checkpointing_offload: not supported.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
             cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: accepted and ignored.
@@ -227,15 +234,15 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
 
 
 class DeepSpeedPlugin(DeepSpeedSettings):
-    """DeepSpeed's ZeRO.
+    """Settings for DeepSpeed ZeRO.
 
     Args:
         hf_ds_config: a DeepSpeed configuration as a dict or the path of a JSON file; overrides the other fields.
         gradient_accumulation_steps: micro-batches per update.
-        gradient_clipping: largest gradient norm.
-        zero_stage: what is sharded: 1 for the optimizer state, 2 for gradients too, 3 for weights too; None means 2.
+        gradient_clipping: maximum gradient norm.
+        zero_stage: 1 shards the optimizer state, 2 also shards gradients, and 3 also shards weights; None means 2.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
-        offload_param_device: ``"none"`` or ``"cpu"``, with stage 3.
+        offload_param_device: ``"none"`` or ``"cpu"``; for stage 3.
         is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: accepted and ignored. A model is sharded when it is
             prepared, and saving always gathers the full weights.
         offload_optimizer_nvme_path, offload_param_nvme_path, transformer_moe_cls_names, enable_msamp, msamp_opt_level:
@@ -248,7 +255,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """The arguments of ``GradientState``: from the plugin, else the settings, else DeepSpeed's configuration."""
+    """Return arguments for ``GradientState`` from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "
@@ -267,6 +274,7 @@ def choose_accumulation(
     theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
     if None not in (steps, theirs) and steps != theirs:
         raise ValueError(
-            f"DeepSpeed has gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+            f"DeepSpeed is configured with gradient_accumulation_steps={theirs}, but the Accelerator with {steps}. "
+            "Leave one out."
         )
     return {**found, "num_steps": steps or theirs or 1}

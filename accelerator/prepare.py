@@ -35,7 +35,7 @@ _PREPARED = (PreparedLoader, AcceleratedOptimizer, AcceleratedScheduler)
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether a value is a torch scheduler, or has a scheduler's methods."""
+    """Return True if the value is a torch scheduler or has a scheduler's methods."""
     if isinstance(value, (type, nn.Module, Optimizer)):
         return False
     return isinstance(value, LRScheduler) or all(
@@ -52,13 +52,12 @@ class Prepared:
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
         compiler: returns the function that compiles a module's forward pass, or None.
-        clip_norm: norm that optimizers clip their gradients to at each step; None to not clip.
+        clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
-        placements: models with their strategies, by the module's id; these and the lists below are in order of
-            preparation.
-        seed: shuffling seed on all ranks; None until the first loader is prepared.
-        loader_kind: makes a prepared loader.
-        errors: explains errors of the models and optimizers.
+        placements: models with their strategies, keyed by the module's ID, in order of preparation.
+        seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
+        loader_kind: class of the prepared loaders.
+        errors: explains errors in the models and optimizers.
     """
 
     strategy: Strategy
@@ -82,7 +81,7 @@ class Prepared:
         self._connect()
 
     def _connect(self) -> None:
-        """Let prepared objects call back through weak references; see :class:`.errors.Errors`."""
+        """Give prepared objects weak references to this object's methods; see :class:`.errors.Errors`."""
         self.errors = Errors(self)
         settle_buffers = weakref.WeakMethod(self._settle_buffers)
 
@@ -99,7 +98,7 @@ class Prepared:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with models, gradients that wait for a step, and loader positions."""
+        """Return the state, including models, gradients that are waiting for a step, and loader positions."""
         return vars(self) | {
             "errors": None,
             "placements": list(self.placements.values()),
@@ -116,7 +115,7 @@ class Prepared:
             loader.load_state_dict(position)
         self._connect()
 
-    # ---- what was prepared -----------------------------------------------------------------------------------------
+    # ---- prepared objects -----------------------------------------------------------------------------------------
 
     @property
     def models(self) -> list[nn.Module]:
@@ -129,17 +128,17 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """A prepared model with its strategy."""
+        """Return a prepared model with its strategy."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(
-                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first: "
-                "model = accelerator.prepare(model), and pass what that returns."
+                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first with "
+                "model = accelerator.prepare(model), and pass the model that this call returns."
             )
         return placement
 
     def clear(self) -> None:
-        """Forget all objects and restore each model's own forward."""
+        """Drop all objects and restore each model's own forward."""
         for placement in self.placements.values():
             restore(placement.module)
             placement.strategy.teardown()
@@ -147,7 +146,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers to models in eval mode; checkpoints contain the same ones."""
+        """When a pass begins, copy rank 0's buffers to models in eval mode, because checkpoints contain rank 0's."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -194,7 +193,7 @@ class Prepared:
         return prepared.module
 
     def _start(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
-        """Move a model to its device, and shard or wrap it. Its forward is routed once its optimizers are known."""
+        """Move a model to its device, and shard or wrap it. Its forward is routed once the optimizers are known."""
         model = migrated(model)
         if self.shards:
             self._refuse_shared(model)
@@ -206,15 +205,15 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise if a model shares parameters with a sharded model, whose parameters were replaced."""
+        """Raise if a model shares parameters with a sharded model, because sharding has replaced them."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:
                 raise ValueError(
                     f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
-                    f"{type(other.module).__name__}: {type(other.strategy).__name__} shards each model separately, so "
-                    "the two models would train separate copies. Put both in one module (an nn.Module with the two as "
-                    "children) and prepare that, or use strategy='ddp'."
+                    f"{type(other.module).__name__}. {type(other.strategy).__name__} shards each model separately, so "
+                    "the two models would train separate copies. Put both models in one nn.Module and prepare that "
+                    "module, or use strategy='ddp'."
                 )
 
     def _finish(self, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
@@ -240,7 +239,7 @@ class Prepared:
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
         present = set(parameters(optimizer))
-        if before is not None and placement is not None and old - present:  # the state of replaced parameters
+        if before is not None and placement is not None and old - present:  # state that belongs to replaced parameters
             optimizer.state.clear()
             placement.strategy.load_optimizer_state(placement.module, optimizer, before)
         strategy = self.strategy if placement is None else placement.strategy
@@ -297,23 +296,23 @@ class Prepared:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Context in which processes may have different numbers of batches, on any device.
+        """Context manager that allows processes to have different numbers of batches, on any device.
 
-        A process that runs out of batches keeps taking part in gradient communication until all processes are done.
-        Then every process gets the model of the process that trained longest. Only DistributedDataParallel's
-        communication is matched, so the loop must not call ``gather`` or similar methods, or
-        ``backward(num_items=...)``.
+        A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
+        Then every process gets the model of the process that trained longest. Processes that have run out of batches
+        take part only in DistributedDataParallel's own communication, so the loop must not call ``gather`` or similar
+        methods, or ``backward(num_items=...)``.
 
         Args:
             joinables: prepared models to train in this context, and optimizers that communicate
                 (ZeroRedundancyOptimizer).
-            even_batches: False: prepared loaders yield every sample once, so some processes may have one batch fewer;
-                True: all processes get the same number of batches, and nothing is joined; None: keep each loader's
-                setting.
+            even_batches: if False, prepared loaders yield every sample once, so some processes may get one batch
+                fewer. If True, all processes get the same number of batches, and nothing is joined. If None, each
+                loader keeps its setting.
 
         Raises:
             ValueError: a model is not prepared.
-            NotImplementedError: a model is sharded over processes (FSDP, DeepSpeed, ...).
+            NotImplementedError: a model is sharded across processes (FSDP, DeepSpeed, ...).
         """
         found = [self._joinable(one) for one in joinables]
         shadowed: list[Joinable] = [one for one in found if one is not None]
@@ -333,7 +332,7 @@ class Prepared:
                 loader.even_batches = even
 
     def _joinable(self, one: Any) -> Joinable | None:
-        """The object to pass to torch's Join; None if there is nothing to join."""
+        """Return the object to pass to torch's Join, or None if there is nothing to join."""
         placement = self.placements.get(id(one))
         if placement is not None:
             return placement.strategy.joinable()
@@ -351,11 +350,11 @@ def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any],
 
 
 def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], strategy: Strategy) -> None:
-    """Raise unless an optimizer has parameters of exactly one model, as sharding requires."""
+    """Raise unless an optimizer has parameters of exactly one prepared model, as sharding requires."""
     if not owners:
         raise ValueError(
-            f"{type(optimizer).__name__} has no parameter of a prepared model, and {type(strategy).__name__} "
-            "replaces parameters when it shards a model. Pass both in one call: accelerator.prepare(model, optimizer)."
+            f"{type(optimizer).__name__} has no parameters of a prepared model. {type(strategy).__name__} replaces "
+            "parameters when it shards a model, so pass both in one call: accelerator.prepare(model, optimizer)."
         )
     if len(owners) > 1:
         names = messages.names([type(model.module).__name__ for model in owners], last="and")
@@ -368,7 +367,7 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
 
 _SCALER = (
     "accelerator.prepare got a GradScaler. Under mixed_precision='fp16' Paceline scales losses itself; otherwise no "
-    "scaler is needed. Delete the scaler and its lines (scaler.scale, scaler.step, scaler.update), and call "
+    "scaler is needed. Delete the scaler and all calls to it (scaler.scale, scaler.step, scaler.update), and call "
     "accelerator.backward(loss) and optimizer.step(). Pass scaler settings as "
     "Accelerator(kwargs_handlers=[GradScalerKwargs(...)])."
 )

@@ -1,4 +1,4 @@
-"""Ranks, and code that runs only on some processes, for ``PartialState`` and ``Accelerator``."""
+"""Ranks, and methods that run code only on some processes, for ``PartialState`` and ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Processes:
     """This process and the other processes of its strategy.
 
     Attributes:
-        strategy: where tensors live and how the processes communicate.
+        strategy: determines where tensors live and how processes communicate.
     """
 
     strategy: Strategy
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process uses."""
         return self.strategy.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes share the work."""
+        """The kind of distributed training."""
         return type_of(self.strategy)
 
     @property
     def num_processes(self) -> int:
-        """Number of processes, on all machines."""
+        """Number of processes across all nodes."""
         return self.strategy.world_size
 
     @property
@@ -50,12 +50,12 @@ class Processes:
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine, 0-based."""
+        """Rank of this process on its node, 0-based."""
         return self.strategy.local_rank
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """Whether there is more than one process."""
         return self.num_processes > 1
 
     @property
@@ -65,7 +65,7 @@ class Processes:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process on its node."""
         return self.local_process_index == 0
 
     @property
@@ -78,18 +78,18 @@ class Processes:
         self.strategy.barrier("wait_for_everyone")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on the first process of each machine."""
+        """Call ``print`` on the first process of each node."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)  # noqa: T201 (it is the user who prints)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Context that the main process runs first, for example to download data once."""
+        """Context manager whose body the main process runs first, for example to download data once."""
         yield from self._first(self.is_main_process, "main_process_first")
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Context that the first process of each machine runs first."""
+        """Context manager whose body the first process of each node runs first."""
         yield from self._first(self.is_local_main_process, "local_main_process_first")
 
     def _first(self, first: bool, name: str) -> Iterator[None]:
@@ -98,29 +98,29 @@ class Processes:
         try:
             yield
         finally:
-            if first:  # also after an error, because the others wait
+            if first:  # also after an error, because the others are waiting
                 self.strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the main process; elsewhere it returns None."""
+        """Decorator that runs the function only on the main process; on other processes, it returns None."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the first process of each machine; elsewhere it returns None."""
+        """Decorator that runs the function only on the first process of each node; elsewhere, it returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: the function runs on the process with the highest index; elsewhere it returns None."""
+        """Decorator that runs the function only on the process with the highest index; elsewhere, it returns None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: the function runs on one process; elsewhere it returns None."""
+        """Decorator that runs the function only on the given process; on other processes, it returns None."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == (process_index or 0))
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: the function runs on one process of each machine; elsewhere it returns None."""
+        """Decorator that runs the function only on the given process of each node; elsewhere, it returns None."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == (local_process_index or 0))
@@ -134,12 +134,12 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of ``inputs``; see :func:`.operations.split_between_processes`."""
+        """Context manager that yields this process's part; see :func:`.operations.split_between_processes`."""
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 
 def type_of(strategy: Strategy) -> DistributedType:
-    """How the processes of a strategy share the work."""
+    """Return the kind of distributed training that a strategy does."""
     names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
     if "deepspeed" in names:
         return DistributedType.DEEPSPEED

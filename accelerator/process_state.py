@@ -1,6 +1,6 @@
-"""``PartialState`` and ``AcceleratorState``: device, rank and process group; precision and plugins.
+"""``PartialState`` (device, rank and process group) and ``AcceleratorState`` (precision and plugins).
 
-The whole process shares one process group; each Accelerator has its own precision, plugins and windows.
+All Accelerators in a process share its process group; each has its own precision, plugins and windows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .strategy_options import Choice, choose
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Set in processes that a notebook forked.
+#: Environment variable that is set in processes started from a notebook.
 FORKED = "FORK_LAUNCHED"
 _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
 
 
 @dataclass
 class _Process:
-    """State of the whole process.
+    """State that everything in this process shares.
 
     Attributes:
-        strategy: the strategy that joined the process group; None before the first one.
+        strategy: the strategy that joined the process group; None until one has joined.
         state: state of the newest Accelerator.
-        resets: number of resets.
+        resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
     """
 
@@ -55,7 +55,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context in which this process has no state, so that copies of the process start without one."""
+    """Context manager that hides this process's state, so that copies of the process start without state."""
     before = vars(_process).copy()
     _process.forget()
     try:
@@ -65,7 +65,7 @@ def forgotten() -> Iterator[None]:
 
 
 class _Shared(Mapping[str, Any]):
-    """For programs that check whether a state exists already; empty until one does."""
+    """Mapping for programs that check whether a state already exists; empty until one does."""
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
@@ -85,7 +85,7 @@ class _Shared(Mapping[str, Any]):
 
 
 def stays_on_cpu() -> bool:
-    """Whether a PartialState was created with ``cpu=True``."""
+    """Return True if a PartialState was created with ``cpu=True``."""
     return _process.cpu
 
 
@@ -95,7 +95,7 @@ class PartialState(Processes):
     All instances share the same state.
 
     Args:
-        cpu: compute on the CPU even if there are GPUs.
+        cpu: whether to use the CPU even if there are GPUs.
         **group: arguments of InitProcessGroupKwargs: ``backend``, ``timeout``, ``init_method``.
     """
 
@@ -114,12 +114,12 @@ class PartialState(Processes):
         self._resets = _process.resets
 
     def __reduce__(self) -> Any:
-        """A copy describes the process that unpickles it."""
+        """Pickle so that a copy describes the process that unpickles it."""
         return _place_here, (self.device.type == "cpu",)
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """The state of a strategy that is set up. The first such strategy becomes the process's strategy."""
+        """Return the state of a strategy that is set up. The first such strategy becomes the process's strategy."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -128,12 +128,12 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the state of the process, so that the next PartialState or Accelerator creates it again."""
+        """Clear the process's state, so that the next PartialState or Accelerator recreates it."""
         _process.forget()
 
     @property
     def strategy(self) -> Strategy:  # type: ignore[override]
-        """Where tensors live and how the processes communicate."""
+        """The strategy, which determines where tensors live and how processes communicate."""
         if self._resets != _process.resets:
             if _process.strategy is None:
                 raise AttributeError  # __getattr__ adds the message, with the attribute's name
@@ -141,7 +141,7 @@ class PartialState(Processes):
         return self._own
 
     def __getattr__(self, name: str) -> Any:
-        """Called when an attribute is missing, or a property has raised an AttributeError."""
+        """Handle a missing attribute, or a property that raised an AttributeError."""
         if "_resets" in vars(self) and not self.initialized and hasattr(type(self), name):
             raise AttributeError(_forgotten("PartialState", name))
         return object.__getattribute__(self, name)  # raises the error again
@@ -158,7 +158,7 @@ class PartialState(Processes):
 
     @property
     def backend(self) -> str | None:
-        """The process group's backend; None without one."""
+        """The process group's backend; None without a process group."""
         return getattr(self.strategy, "backend", None)
 
     @property
@@ -172,12 +172,12 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make this process's device torch's current CUDA device."""
+        """Set torch's current CUDA device to this process's device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group, or the given one. Every process must call this."""
+        """Leave the given process group, or the default one if None. Every process must call this."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
@@ -197,7 +197,7 @@ class PartialState(Processes):
 
 
 class AcceleratorState:
-    """Precision and plugins of an Accelerator, plus every attribute of its PartialState.
+    """The precision and plugins of an Accelerator, plus every attribute of its PartialState.
 
     ``AcceleratorState()`` returns the state of the newest Accelerator. To change settings, use the Accelerator.
 
@@ -218,7 +218,7 @@ class AcceleratorState:
     device_mesh: DeviceMesh | None
 
     def __new__(cls, mixed_precision: str | None = None, **_: Any) -> AcceleratorState:
-        """The state of the newest Accelerator."""
+        """Return the state of the newest Accelerator."""
         state = _process.state
         if state is None:
             raise ValueError(
@@ -228,18 +228,18 @@ class AcceleratorState:
         if mixed_precision is not None and str(mixed_precision) != state.mixed_precision:
             raise ValueError(
                 f"AcceleratorState got mixed_precision={str(mixed_precision)!r}, but the latest Accelerator uses "
-                f"{state.mixed_precision!r}. Leave it out, or read accelerator.state of the one you mean."
+                f"{state.mixed_precision!r}. Leave out mixed_precision, or read .state of the Accelerator you mean."
             )
         return state
 
     @classmethod
     def of(cls, partial: PartialState, mixed_precision: str = "no", **plugins: Any) -> AcceleratorState:
-        """The state of a new Accelerator, which ``AcceleratorState()`` returns from now on.
+        """Create the state of a new Accelerator, which ``AcceleratorState()`` returns from now on.
 
         Args:
-            partial: its PartialState.
+            partial: the Accelerator's PartialState.
             mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-            **plugins: its plugins.
+            **plugins: the Accelerator's plugins by name.
         """
         state = object.__new__(cls)
         mesh = getattr(partial.strategy, "mesh", None)
@@ -249,7 +249,7 @@ class AcceleratorState:
         return state
 
     def __reduce__(self) -> Any:
-        """A copy has the same settings and describes the process that unpickles it."""
+        """Pickle so that a copy has the same settings but describes the process that unpickles it."""
         return _state_here, (self._partial, {"mixed_precision": self.mixed_precision, **self.plugins})
 
     @property
@@ -259,7 +259,7 @@ class AcceleratorState:
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the newest Accelerator; with ``reset_partial_state``, also forget the state of the process."""
+        """Clear the newest Accelerator's state; with ``reset_partial_state``, also clear the process's state."""
         if _process.state is not None:
             vars(_process.state).clear()
             _process.state = None
@@ -287,11 +287,11 @@ class AcceleratorState:
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str = "default") -> Any:
-        """The only DeepSpeed plugin."""
+        """Return the DeepSpeed plugin; ``"default"`` is the only valid name."""
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str = "default") -> None:
-        """Only check the name: there is at most one plugin."""
+        """Check the name; there is nothing to select, because there is at most one plugin."""
         self.get_deepspeed_plugin(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -315,7 +315,7 @@ def _state_here(partial: PartialState, settings: dict[str, Any]) -> AcceleratorS
 
 
 def is_initialized() -> bool:
-    """Whether this process has created an Accelerator."""
+    """Return True if this process has created an Accelerator."""
     return _process.state is not None
 
 
@@ -330,6 +330,6 @@ def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
 
 def _forgotten(kind: str, name: str) -> str:
     return (
-        f"`{kind}` object has no attribute `{name}` any more: `{kind}._reset_state()` was called. Make a new "
-        f"{'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read it from there."
+        f"`{kind}` object has no attribute `{name}` anymore, because `{kind}._reset_state()` was called. Create a new "
+        f"{'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read the attribute from there."
     )

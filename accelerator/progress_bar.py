@@ -1,4 +1,4 @@
-"""A progress bar on only one process of each machine."""
+"""A progress bar that only one process per node shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..processes.cluster_environment import find_cluster
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm`` on the first process of each machine, or with ``main_process_only=False`` on all.
+    """Show ``tqdm.auto.tqdm`` on the first process of each node, or on all processes if not ``main_process_only``.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.

@@ -1,4 +1,4 @@
-"""Properties of an Accelerator. Most of them are attributes of one of its parts."""
+"""The Accelerator's properties, most of which expose an attribute of one of its parts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Shown(Generic[T]):
-    """An attribute of one of the Accelerator's parts that can be read and set on the Accelerator.
+    """Descriptor that exposes an attribute of one of the Accelerator's parts, for reading and setting.
 
     Args:
         path: path from the Accelerator to the attribute, such as ``"gradient_state.num_steps"``.
-        doc: its description.
+        doc: docstring of the attribute.
     """
 
     def __init__(self, path: str, doc: str) -> None:
@@ -57,32 +57,38 @@ class Facts(Processes):
     prepared: Prepared
     _trigger = False
 
-    device_placement = Shown[bool]("prepared.device_placement", "Whether models and batches move to the device.")
-    output_dtype = Shown[str]("prepared.output_dtype", "``fp32`` converts 16-bit model outputs; ``keep`` does not.")
+    device_placement = Shown[bool]("prepared.device_placement", "Whether models and batches are moved to the device.")
+    output_dtype = Shown[str](
+        "prepared.output_dtype", "``fp32`` converts 16-bit model outputs to float32; ``keep`` leaves them unchanged."
+    )
     step_scheduler_with_optimizer = Shown[bool](
         "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
-    scheduler_steps = Shown[str]("prepared.scheduler_steps", "``per_update`` or ``per_sample``: what schedulers count.")
-    dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "How loaders are split.")
+    scheduler_steps = Shown[str]("prepared.scheduler_steps", "What schedulers count: ``per_update`` or ``per_sample``.")
+    dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "Settings for preparing loaders.")
     sync_gradients = Shown[bool]("gradient_state.sync_gradients", "Whether this micro-batch completes the window.")
-    step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved in states.")
-    project_dir = Shown[str | None]("project_configuration.project_dir", "Folder of logs and checkpoints.")
-    logging_dir = Shown[str | None]("project_configuration.logging_dir", "Folder of the trackers.")
+    step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved with the state.")
+    project_dir = Shown[str | None]("project_configuration.project_dir", "Folder for logs and checkpoints.")
+    logging_dir = Shown[str | None]("project_configuration.logging_dir", "Folder for trackers.")
     gradient_accumulation_steps = Shown[int]("gradient_state.num_steps", "Micro-batches in a window.")
     log_with = Shown[list[Any]]("trackers.wanted", "The requested trackers: names, classes and objects.")
     deepspeed_plugin = Shown[Any]("state.deepspeed_plugin", "The DeepSpeed plugin in use, or None.")
     parallelism_config = Shown[Any]("state.parallelism_config", "The requested parallelism sizes, or None.")
-    torch_device_mesh = Shown[Any]("state.device_mesh", "The mesh of all processes; None with one kind of parallelism.")
+    torch_device_mesh = Shown[Any](
+        "state.device_mesh", "The mesh of all processes; None if only one kind of parallelism is used."
+    )
     is_fsdp2 = Shown[bool]("state.is_fsdp2", "Whether parameters are sharded by ``fully_shard``.")
     data_parallel_rank = Shown[int]("strategy.data_rank", "Data-parallel rank of this process.")
-    save_iteration = Shown[int]("project_configuration.iteration", "Number of the next folder of ``save_state()``.")
-    split_batches = Shown[bool]("dataloader_config.split_batches", "Whether each batch is split among all processes.")
-    dispatch_batches = Shown[bool | None]("dataloader_config.dispatch_batches", "Whether one process reads for all.")
+    save_iteration = Shown[int](
+        "project_configuration.iteration", "Number of the next folder that ``save_state()`` writes."
+    )
+    split_batches = Shown[bool]("dataloader_config.split_batches", "Whether each batch is split across processes.")
+    dispatch_batches = Shown[bool | None]("dataloader_config.dispatch_batches", "Whether process 0 reads all batches.")
     even_batches = Shown[bool](
         "dataloader_config.even_batches", "Whether all processes get the same number of batches."
     )
     use_seedable_sampler = Shown[bool](
-        "dataloader_config.use_seedable_sampler", "No effect; the order always depends only on seed and epoch."
+        "dataloader_config.use_seedable_sampler", "No effect; the order always depends only on the seed and the epoch."
     )
     non_blocking = Shown[bool]("dataloader_config.non_blocking", "No effect; copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
@@ -105,7 +111,7 @@ class Facts(Processes):
         """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
-    # ---- how processes share the work ------------------------------------------------------------------------------
+    # ---- parallelism ------------------------------------------------------------------------------
 
     @property
     def multi_device(self) -> bool:
@@ -114,7 +120,7 @@ class Facts(Processes):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """The same as :attr:`is_fsdp2`."""
+        """Same as :attr:`is_fsdp2`."""
         return self.is_fsdp2
 
     @property
@@ -143,7 +149,7 @@ class Facts(Processes):
 
     @property
     def fp8_backend(self) -> None:
-        """Always None: 8-bit training is not supported."""
+        """Always None, because 8-bit training is not supported."""
         return
 
     @property
@@ -156,13 +162,13 @@ class Facts(Processes):
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called :meth:`set_trigger` since the last check. Every process must call this."""
+        """Return True if any process called :meth:`set_trigger` since the last check. Every process must call this."""
         raised = self.strategy.agree(self._trigger)
         self._trigger = False
         return raised
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a device map spreads the model over several devices."""
+        """Return True if a device map places the model on several devices."""
         found = getattr(model, "hf_device_map", None) or {}
         return len(set(found.values())) > 1
 

@@ -1,4 +1,4 @@
-"""Seeds and random states on several processes."""
+"""Seeding and random states across processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed python's ``random``, numpy and torch (all devices).
+    """Seed Python's ``random``, NumPy and torch (on all devices).
 
     Args:
         seed: 0 to 4294967295, the same on all processes. It also determines the order of shuffled loaders.
-        device_specific: add the rank to the seed, so that for example dropout differs between processes.
-        deterministic: use only deterministic algorithms; operations without one raise an error.
+        device_specific: whether to add the rank to the seed, so that dropout, for example, differs between processes.
+        deterministic: whether to use only deterministic algorithms; operations that have none raise an error.
     """
     cluster = find_cluster()
     seed_everything(seed + (cluster.rank if device_specific and cluster is not None else 0), verbose=False)
@@ -32,11 +32,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Broadcast rank 0's random generator state to all processes. Every process must call this.
+    """Broadcast the state of rank 0's random generator to all processes. Every process must call this.
 
     Args:
         rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"``.
-        generator: the generator for ``"generator"``.
+        generator: the generator to synchronize, for ``"generator"``.
     """
     share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)
 
@@ -59,11 +59,11 @@ def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator
         torch.mps.set_rng_state(strategy.broadcast(torch.mps.get_rng_state()))
     elif kind == "generator":
         if generator is None:
-            raise ValueError("synchronize_rng_state('generator') needs the generator. Pass generator=...")
+            raise ValueError("synchronize_rng_state('generator') needs a generator. Pass generator=...")
         generator.set_state(strategy.broadcast(generator.get_state()))
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Call :func:`synchronize_rng_state` for several kinds."""
+    """Call :func:`synchronize_rng_state` for several kinds of random generators."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

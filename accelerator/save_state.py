@@ -1,6 +1,6 @@
-"""``save_state`` and ``load_state``, for a bit-identical resume of a user's loop.
+"""``save_state`` and ``load_state``, which let a user's loop resume with bit-identical results.
 
-A state is a folder with ``state.ckpt``, a checkpoint in the Trainer's format, and the files of the user's hooks.
+A state is a folder that contains ``state.ckpt`` (a checkpoint in the Trainer's format) and the user's hook files.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class States:
     """Saves and loads the states of one Accelerator.
 
     Attributes:
-        before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
-        before_load: hooks ``(models, input_dir)``.
+        before_save: hooks called with ``(models, weights, output_dir)``, keyed by the ID of their handle.
+        before_load: hooks called with ``(models, input_dir)``, keyed by the ID of their handle.
     """
 
     contents: Contents
@@ -47,23 +47,23 @@ class States:
         """Save everything that the loop needs to resume. Every rank must call this.
 
         ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
-        loader, gradients that wait for a step, the random states of every rank, and registered objects. At every moment
-        either the old or the complete new state exists.
+        loader, gradients that are waiting for an optimizer step, the random states of every rank, and registered
+        objects. At any moment, either the old state or the complete new one exists.
 
         Args:
-            output_dir: path or URL of a folder; None: ``project_dir/checkpoints/checkpoint_<n>`` with
-                ``automatic_checkpoint_naming``.
+            output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
+                ``project_dir/checkpoints/checkpoint_<n>``.
             safe_serialization: accepted and ignored, because reading a state never runs code.
             **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
                 parameters.
 
         Returns:
-            The folder.
+            Path or URL of the folder.
 
         Raises:
-            RuntimeError: the ranks have reached different points of the program.
+            RuntimeError: the ranks have reached different points in the program.
             TypeError: the state of a registered object is not plain data, or an argument is unknown.
-            ValueError: no folder is given.
+            ValueError: no folder was given.
             OSError: writing failed; raised on every rank, and the old state is unchanged.
         """
         only_trainable = _only_trainable(save_model_func_kwargs)
@@ -91,7 +91,7 @@ class States:
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Let hooks write files; weights that they remove from the list on rank 0 are not saved."""
+        """Call the hooks, which may write files. Weights that they remove from the list on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None
@@ -133,21 +133,21 @@ class States:
         strict: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Resume from a state of :meth:`save`. Every rank must call this, after ``prepare``.
+        """Resume from a state that :meth:`save` wrote. Every rank must call this, after ``prepare``.
 
-        The next pass over a prepared loader begins at its saved position. With a different number of ranks it begins
-        after the same number of samples, and one message lists what else was derived.
+        The next pass over a prepared loader begins at its saved position. With a different number of ranks, it begins
+        after the same number of samples, and a message lists everything else that was derived instead of restored.
 
         Args:
-            input_dir: the folder; None for the newest valid state of the project, or of this run.
-            load_kwargs: accepted if they have no effect: ``weights_only=True``, ``map_location``.
-            strict: raise an error, before anything is changed, if something cannot be restored; otherwise warn.
-            **load_model_func_kwargs: the same as ``load_kwargs``.
+            input_dir: the state's folder; None means the newest valid state of the project or of this run.
+            load_kwargs: options that have no effect: ``weights_only=True`` and ``map_location``.
+            strict: if something cannot be restored, raise an error before changing anything, instead of warning.
+            **load_model_func_kwargs: same as ``load_kwargs``.
 
         Raises:
-            FileNotFoundError: there is no such state.
-            ValueError: the state is damaged, or its optimizers are different.
-            RuntimeError: weights do not fit; or with ``strict``, something is missing.
+            FileNotFoundError: the state does not exist.
+            ValueError: the state is damaged, or was saved with different optimizers.
+            RuntimeError: the weights do not fit, or something cannot be restored and ``strict`` is set.
         """
         _check_options({**(load_kwargs or {}), **load_model_func_kwargs})
         strategy = self.contents.strategy
@@ -182,13 +182,14 @@ class States:
     # ---- registered objects and hooks -------------------------------------------------------------------------------
 
     def register(self, *objects: Any) -> None:
-        """Save and load objects with the state, matched by the order of registration.
+        """Register objects to be saved and loaded as part of the state. Loading matches them by registration order.
 
         Args:
-            *objects: each has ``state_dict()``, which returns plain data and tensors, and ``load_state_dict(state)``.
+            *objects: objects with ``load_state_dict(state)`` and with ``state_dict()``, which must return plain data
+                and tensors.
 
         Raises:
-            ValueError: some objects lack these methods; none is registered.
+            ValueError: some objects lack these methods, so none were registered.
         """
         odd = [
             f"{index}: {type(one).__name__}"
@@ -198,8 +199,8 @@ class States:
         if odd:
             raise ValueError(
                 "accelerator.register_for_checkpointing: these objects lack state_dict or load_state_dict: "
-                f"{', '.join(odd)}. Give them both methods; state_dict must return plain data (numbers, strings, "
-                "tensors, and dicts and lists of them)."
+                f"{', '.join(odd)}. Define both methods; state_dict must return plain data (numbers, strings, "
+                "tensors, and dicts and lists of these)."
             )
         known = self.contents.objects
         for one in objects:
@@ -229,8 +230,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"accelerator.load_state: {messages.unknown('argument', name, known)}")
         if name == "weights_only" and value is False:
             raise ValueError(
-                "accelerator.load_state(load_kwargs={'weights_only': False}): a state is plain data, and loading it "
-                "never runs code. Leave it out."
+                "accelerator.load_state(load_kwargs={'weights_only': False}) is not supported, because a state is "
+                "plain data and loading it never runs code. Leave out weights_only."
             )
 
 
@@ -239,9 +240,9 @@ def _tell(where: str, missing: list[str], strict: bool) -> None:
     if strict:
         raise RuntimeError(
             f"{text} Nothing was loaded. Prepare and register the same objects as when the state was saved, in the "
-            "same order; or leave strict=True out."
+            "same order, or leave out strict=True."
         )
-    messages.warn(f"{text} Everything else keeps its current state. strict=True makes this an error.")
+    messages.warn(f"{text} Everything else is restored. Pass strict=True to make this an error.")
 
 
 def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

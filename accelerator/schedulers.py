@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class AcceleratedScheduler:
-    """Wraps the user's scheduler, and has all of its attributes.
+    """Wraps the user's scheduler and exposes all of its attributes.
 
-    ``step()`` advances only if its optimizers have stepped: not while gradients accumulate, and not after a step that
-    was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate, with a warning.
+    ``step()`` advances the scheduler only if its optimizers have stepped: not while gradients accumulate, and not after
+    a step that was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate and warns.
 
     Args:
-        with_optimizer: False to advance on every call.
+        with_optimizer: if False, advance on every call.
         times: steps per call: 1, or the number of processes for a schedule that counts the batches of all processes.
     """
 
@@ -38,9 +38,10 @@ class AcceleratedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance like the scheduler's own ``step`` with these arguments.
+        """Advance the scheduler, passing the arguments to its own ``step``.
 
-        A scheduler that takes a metric advances once per call, even after a pass that ended within a window.
+        If there are arguments, such as a metric, the scheduler advances once per call, even after a pass that ended
+        inside an accumulation window.
         """
         state, told = self._state_of_gradients, bool(args or kwargs)
         if self.step_with_optimizer:
@@ -60,15 +61,15 @@ class AcceleratedScheduler:
                 self.scheduler.step()
 
     def get_last_lr(self) -> list[float]:
-        """The current learning rates by parameter group."""
+        """Return the current learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state."""
+        """Return the wrapped scheduler's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The contents of an Accelerator's state: gather them from a loop, and restore them."""
+"""Gathers the contents of an Accelerator's state from a loop, and restores them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .trackers import Trackers
     from .windows import Windows
 
-#: Weights by the model's index, in order of preparation.
+#: Weights by model index, in order of preparation.
 Weights = dict[int, dict[str, Any]]
 
 
@@ -39,10 +39,10 @@ class Contents:
 
     Attributes:
         prepared: models, optimizers, schedulers and loaders.
-        windows: micro-batches that wait for an optimizer step.
+        windows: micro-batches that are waiting for an optimizer step.
         trackers: trackers whose positions are saved.
-        project: holds the number of the next folder.
-        settings: recorded, not restored.
+        project: the ``ProjectConfiguration``, which contains the number of the next folder.
+        settings: settings, which are recorded but not restored.
         objects: objects registered for checkpointing, in order.
         script_skips: whether the script itself skips to the loaded position in the data.
     """
@@ -57,7 +57,7 @@ class Contents:
     script_skips: bool = False
 
     def weights(self, only_trainable: bool) -> tuple[Weights, dict[int, list[str]]]:
-        """The weights of all models, and the names of omitted ones. Every rank must call this."""
+        """Return the weights of all models, and the names of omitted weights. Every rank must call this."""
         weights: Weights = {}
         left_out: dict[int, list[str]] = {}
         for index, placement in enumerate(self.prepared.placements.values()):
@@ -73,7 +73,7 @@ class Contents:
     def gather(
         self, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int, line: str
     ) -> dict[str, Any]:
-        """Everything that a loop needs to resume. Every rank must call this."""
+        """Return everything that a loop needs to resume. Every rank must call this."""
         strategy = self.strategy
         custom = together(strategy, "saved", self._custom_states)
         ranks = strategy.gather_objects(self._of_this_rank(custom))
@@ -118,7 +118,7 @@ class Contents:
         }
 
     def _updates(self) -> int:
-        """Number of weight updates, according to the counters of optimizers and schedulers."""
+        """Return the number of weight updates, according to the counters of optimizers and schedulers."""
         counts = [
             float(values["step"])
             for one in self.prepared.optimizers
@@ -150,7 +150,7 @@ class Contents:
         }
 
     def _settings(self) -> dict[str, str]:
-        """The settings that are not defaults, as text."""
+        """Return the settings that were set explicitly, as strings."""
         settings = self.settings
         return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
@@ -164,7 +164,7 @@ def _parameters(module: nn.Module) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    """A value that is equal for equal plain data; tensors are represented by checksums."""
+    """Return a value that is equal for equal plain data, with checksums in place of tensors."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), b"" if is_in_parts(value) else digest(value.detach().cpu()))
     if isinstance(value, dict):
@@ -182,7 +182,7 @@ class Restored:
 
     Args:
         models: models whose weights to load; hooks may have loaded other models themselves.
-        newer: the name of a later state of the same run, if there is one.
+        newer: name of a later state of the same run, or None.
 
     Attributes:
         missing: descriptions of objects that keep their current state, or that exist only in the checkpoint.
@@ -212,7 +212,7 @@ class Restored:
         self._compare()
 
     def _match_weights(self, wanted: set[int]) -> list[tuple[PreparedModel, dict[str, Any], list[str]]]:
-        """The models to load, each with its weights and the names of omitted ones."""
+        """Return the models to load, each with its weights and the names of omitted weights."""
         about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
@@ -241,7 +241,8 @@ class Restored:
             if problem:
                 raise ValueError(
                     f"accelerator.load_state: the state does not fit optimizer {index} ({type(one).__name__}): "
-                    f"{problem}. Build it as it was when the state was saved, and prepare in the same order."
+                    f"{problem}. Create the optimizer as it was when the state was saved, and pass the objects to "
+                    "prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
         inner = [one.scheduler for one in self.prepared.schedulers]
@@ -264,12 +265,12 @@ class Restored:
                 )
 
     def _compare_counts(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
-        """Record objects that exist only here, or only in the state."""
+        """Record objects that exist only in this run, or only in the state."""
         for index in range(len(saved), len(present)):
             self.missing.append(f"{what} {index} ({type(present[index]).__name__})")
         for index in range(len(present), len(saved)):
             name = f" ({names[index]})" if index < len(names) else ""
-            self.missing.append(f"{what} {index}{name} of the state, which has no counterpart here")
+            self.missing.append(f"{what} {index}{name} of the state, which has no counterpart in this run")
 
     # ---- apply ------------------------------------------------------------------------------------------------
 
@@ -303,8 +304,8 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state holds the {len(state)} trained weights and buffers of {type(module).__name__}; the "
-                    f"{len(left_out)} frozen ones keep their current values (only_trainable=True)."
+                    f"The state contains {len(state)} trained weights and buffers of {type(module).__name__}. The "
+                    f"{len(left_out)} frozen weights keep their current values (only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}
@@ -332,7 +333,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that wait for a step; if the script skips batches itself, once it has done so."""
+        """Restore micro-batches that are waiting for a step; if the script itself skips batches, do so afterwards."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -356,7 +357,7 @@ class Restored:
     # ---- randomness --------------------------------------------------------------------------------------------------
 
     def _load_random(self) -> None:
-        """Restore random states last, because everything before may draw random numbers."""
+        """Restore random states; must come last, because all earlier steps may draw random numbers."""
         strategy = self.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
@@ -374,7 +375,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
     if loaded.position["last"]:
         messages.info_once(
             f"The state was saved at the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
-            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, was not done yet."
+            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, has not been done yet."
         )
     elif done:
         messages.info_once(
@@ -384,7 +385,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """The function, but without a result, so that weights known to be missing are not reported."""
+    """Wrap a loading function so that it returns None, because weights known to be missing must not be reported."""
 
     def loading(*args: Any) -> None:
         load(*args)
@@ -392,4 +393,4 @@ def _silent(load: Any) -> Any:
     return loading
 
 
-_ADVICE = "Build the model as it was when the state was saved, and prepare models in the same order."
+_ADVICE = "Create the model as it was when the state was saved, and prepare models in the same order."

@@ -1,4 +1,4 @@
-"""The folders of an Accelerator's states: names, the newest one, how many to keep, and files that hooks write."""
+"""Manages an Accelerator's state folders: names them, finds the newest, deletes old ones, and handles hook files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 _NUMBERED = "checkpoint_"
 _ROOM, _BEFORE = "hooks", "before"
-#: Files of hooks: size in bytes and CRC-32 by path in the folder.
+#: Files that hooks wrote: maps each path in the folder to its size in bytes and CRC-32.
 Files = dict[str, list[int]]
 
 
@@ -37,11 +37,11 @@ class Folders:
     """The folders where one Accelerator saves its states.
 
     Attributes:
-        project: where folders are created, and how many are kept.
-        line: id of the run, which a resumed run keeps.
+        project: says where folders are created and how many are kept.
+        line: ID of the run; a resumed run keeps the same ID.
         sequence: number of the last save.
-        folders: folders where this process has saved, the newest last.
-        counted: folders whose earlier saves have been counted.
+        folders: folders where this process has saved, newest last.
+        counted: parent folders whose earlier saves have been counted.
     """
 
     strategy: Strategy
@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """The number of the next save, higher than the number of any save in the same parent folder."""
+        """Return the number of the next save, which is higher than that of any save in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
@@ -67,7 +67,7 @@ class Folders:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """The folder to save the next state in, the same on every rank: the given one, or the next numbered one."""
+        """Return the folder to save the next state in, the same on every rank: as given, or the next numbered one."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
@@ -90,7 +90,7 @@ class Folders:
     # ---- the newest --------------------------------------------------------------------------------------------------
 
     def to_load(self, input_dir: Any) -> Location:
-        """The checkpoint that ``load_state`` reads."""
+        """Return the checkpoint that ``load_state`` reads; the newest valid one if ``input_dir`` is None."""
         if input_dir is None:
             return self._newest()
         where = location(input_dir)
@@ -110,7 +110,7 @@ class Folders:
         if not folders and not self.folders:
             raise ValueError(
                 "accelerator.load_state() got no folder. Pass input_dir=..., or Accelerator(project_dir=...) to load "
-                "its newest state."
+                "the project's newest state."
             )
         own = [folder / STATE for folder in self.folders if (folder / STATE).exists()]
         found = dict.fromkeys([*own, *(state for folder in folders for state in states_in(folder))])
@@ -120,11 +120,11 @@ class Folders:
             where = messages.names(map(str, folders or self.folders), "and")
             broken = f" Skipped: {listed}." if listed else ""
             raise FileNotFoundError(
-                f"accelerator.load_state(): there is no valid state in {where}.{broken} Save one first, or pass "
+                f"accelerator.load_state(): there is no valid state in {where}.{broken} Save a state first, or pass "
                 "input_dir."
             )
         if listed:
-            messages.warn(f"accelerator.load_state() skipped {listed} and loads {newest.parent}.")
+            messages.warn(f"accelerator.load_state() skipped {listed} and is loading {newest.parent}.")
         return newest
 
     # ---- how many are kept -------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class Folders:
     def delete_old(self, newest: Location) -> None:
         """Delete the oldest states beyond ``total_limit``, including states of the runs that this run resumed.
 
-        Numbered folders are deleted completely. In other folders only the saved files are deleted, and the folder if
-        that leaves it empty.
+        Numbered folders are deleted entirely. In other folders, only the saved files are deleted, then the folder
+        itself if it is empty.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -146,12 +146,12 @@ class Folders:
                 _delete(state)
             except OSError as error:
                 messages.warn(
-                    f"{newest} is saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+                    f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
                 )
 
 
 def states_in(folder: Location) -> Iterator[Location]:
-    """The states in the subfolders of a folder, except hidden ones; none if the folder does not exist."""
+    """Yield the states in a folder's subfolders, except hidden ones; yield nothing if the folder does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
@@ -172,14 +172,14 @@ def _next_numbered(folder: Location, config: Any) -> Location:
         number = max([*taken, number]) + 1
         messages.info(
             f"{folder / f'{_NUMBERED}{config.iteration}'} already exists, so this state is saved as number {number}. "
-            "accelerator.load_state() resumes from the newest."
+            "accelerator.load_state() resumes from the newest state."
         )
         config.iteration = number
     return folder / f"{_NUMBERED}{number}"
 
 
 def _is_taken(folder: Location) -> bool:
-    """Whether the folder holds more than the remains of a killed save."""
+    """Return True if the folder holds anything other than leftovers of a killed save."""
     return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
 
 
@@ -189,23 +189,23 @@ def _number(name: str) -> int:
 
 
 def _nothing_in(where: Location) -> str:
-    text = f"accelerator.load_state({str(where)!r}): there is no {STATE} in it. "
+    text = f"accelerator.load_state({str(where)!r}): the folder contains no {STATE}. "
     if not where.is_dir():
-        return f"accelerator.load_state({str(where)!r}): there is no such folder. Pass one that save_state wrote."
+        return f"accelerator.load_state({str(where)!r}): the folder does not exist. Pass one that save_state wrote."
     newest, _ = newest_valid(states_in(where))
     if newest is not None:
-        return f"{text}It holds several states; the newest is {str(newest.parent)!r}. Pass that one."
+        return f"{text}The newest state inside it is {str(newest.parent)!r}. Pass that folder."
     names = {entry.name for entry in where.iterdir()}
     if names & {"random_states_0.pkl", "model.safetensors", "pytorch_model.bin"}:
         return (
-            f"{text}It seems to hold another tool's files. Load only the weights, before prepare: "
+            f"{text}It seems to hold another tool's files. You can still load the weights before calling prepare, with "
             "model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
         )
     return f"{text}The save never finished, or another program wrote the folder. Pass a folder that save_state wrote."
 
 
 def newer_of_its_run(state: Location) -> str | None:
-    """The folder of a later state of the same run, next to the state's own folder; None if there is none."""
+    """Return the folder of a later state of the same run in the same parent folder, or None if there is none."""
     own = _known(state)
     if own is None:
         return None
@@ -228,24 +228,24 @@ def _delete(state: Location) -> None:
             folder.rmdir()
 
 
-# ---- files of hooks --------------------------------------------------------------------------------------------------
+# ---- hook files --------------------------------------------------------------------------------------------------
 
 
 def files_of(state: Location) -> Files:
-    """The files that hooks wrote next to a state."""
+    """Return the files that hooks wrote next to a state."""
     return section_of(state).get("accelerator", {}).get("files", {})
 
 
 class HookFiles:
-    """Makes the files of hooks appear together with a state, or not at all.
+    """Makes the files that hooks write appear together with a state, or not at all.
 
-    Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, their files
-    are moved out. The files that they replace stay in the hidden folder until the state is complete; see
-    :func:`settle_files`.
+    Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, the
+    files are moved to the state's folder. Files that they replace are kept in the hidden folder until the state is
+    complete; see :func:`settle_files`. Every rank must create this object.
 
     Args:
-        folder: the folder of the state.
-        strategy: the strategy; every rank must create this object.
+        folder: the state's folder.
+        strategy: the strategy.
     """
 
     def __init__(self, folder: Location, strategy: Strategy) -> None:
@@ -257,7 +257,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """Call the hooks on every rank, with the folder to write to."""
+        """On every rank, call ``write``, which runs the hooks, with the folder that they must write to."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))
@@ -270,7 +270,7 @@ class HookFiles:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which rank 0 writes the state; if that fails, the old files are restored."""
+        """Context manager in which rank 0 writes the state; restores the old files if the write fails."""
         before = files_of(self.folder / STATE) if (self.folder / STATE).exists() else {}
         moved: list[str] = []
         try:
@@ -296,7 +296,7 @@ class HookFiles:
             kept.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(target, kept)
-            except OSError:  # the file system has no links
+            except OSError:  # the file system does not support links
                 shutil.copy2(target, kept)
         source.replace(target)
 
@@ -310,7 +310,7 @@ class HookFiles:
             target.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the hidden folder on every rank, since machines may not share it."""
+        """Delete the hidden folder on every rank, because nodes may not share a disk."""
         atomic_write.remove(self._room)
 
 
@@ -330,7 +330,7 @@ def _delete_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def settle_files(state: Location, files: Files) -> list[str]:
-    """On rank 0, restore a state's files if a later save was killed before it was complete.
+    """On rank 0, restore a state's files if a later save was killed before it finished.
 
     Returns:
         The files that differ from the saved ones and cannot be restored.

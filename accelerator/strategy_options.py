@@ -1,4 +1,4 @@
-"""Choose the strategy and precision of an Accelerator from its handlers, plugins and settings."""
+"""Chooses an Accelerator's strategy and precision from its handlers, plugins and settings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Choice:
     """The arguments of an Accelerator that determine its Strategy; ``settings`` fill in None values.
 
     Attributes:
-        deepspeed_plugin: a plugin, or a dict with one.
-        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include arguments in code.
+        deepspeed_plugin: a plugin, or a dict that contains one.
+        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include arguments set in code.
     """
 
     handlers: Handlers = field(default_factory=Handlers)
@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """A copy with the plugins that the settings request (``use_fsdp``, ...) and unset fields from the settings."""
+        """Return a copy with plugins that the settings request (``use_fsdp``, ...) and unset fields filled in."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -58,7 +58,7 @@ class Choice:
         )
 
     def options(self) -> Options:
-        """The options of the strategy from handlers and plugins."""
+        """Build the strategy's options from handlers and plugins."""
         sizes = self.parallelism_config
         given: dict[str, tuple[Any, str]] = {
             "fsdp": (self.fsdp_plugin, "fsdp_plugin"),
@@ -72,7 +72,7 @@ class Choice:
 
 
 def choose(choice: Choice) -> Strategy:
-    """The Strategy, placed on its device, before ``setup_environment``."""
+    """Choose the Strategy and place it on its device, without calling ``setup_environment``."""
     choice = choice.filled()
     strategy, cpu = choice.settings.get("strategy") or "auto", bool(choice.settings.get("cpu"))
     kind = find_kind("cpu" if cpu else "auto")
@@ -91,7 +91,7 @@ def choose(choice: Choice) -> Strategy:
 
 
 def _listed(devices: Sequence[torch.device]) -> int | list[int]:
-    """What ``choose_strategy`` is to be told for a strategy that is on its devices already."""
+    """Return the ``devices`` argument of ``choose_strategy`` for a strategy that already has its devices."""
     indices = [device.index for device in devices if device.index is not None]
     return indices if len(indices) == len(devices) else len(devices)
 
@@ -108,8 +108,8 @@ def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], swi
 def _only(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
     if len(plugins) != 1:
         raise NotImplementedError(
-            f"Accelerator(deepspeed_plugin=...) got {len(plugins)} plugins ({', '.join(map(str, plugins))}). Pass one: "
-            "all prepared models share its configuration."
+            f"Accelerator(deepspeed_plugin=...) got {len(plugins)} plugins ({', '.join(map(str, plugins))}). Pass only "
+            "one, because all prepared models share its configuration."
         )
     return next(iter(plugins.values()))
 
@@ -118,9 +118,9 @@ def _say_unused(present: int) -> None:
     if present > 1:
         script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "train.py"
         messages.info_once(
-            f"This process uses 1 of the {present} GPUs that it sees. To use all of them: "
-            f"paceline launch --num_processes {present} {script} (or torchrun --nproc-per-node {present} {script}); to "
-            "keep using one, set CUDA_VISIBLE_DEVICES=0."
+            f"This process uses 1 of the {present} GPUs that it sees. To use all of them, run: "
+            f"paceline launch --num_processes {present} {script} (or torchrun --nproc-per-node {present} {script}). To "
+            "keep using one GPU, set CUDA_VISIBLE_DEVICES=0."
         )
 
 
@@ -128,7 +128,7 @@ def _say_unused(present: int) -> None:
 
 
 def precision_of(choice: Choice, kind: str) -> Precision:
-    """The Precision for ``mixed_precision`` and the handlers."""
+    """Return the Precision for ``mixed_precision`` and the handlers."""
     asked = if_set(choice.settings, "mixed_precision")
     if isinstance(asked, Precision):
         return asked
@@ -142,7 +142,7 @@ def precision_of(choice: Choice, kind: str) -> Precision:
     scaler, autocast = choice.handlers.grad_scaler, choice.handlers.autocast
     if scaler is not None and word != "fp16":
         messages.info_once(
-            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}: only 'fp16' scales losses."
+            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}, because only 'fp16' scales losses."
         )
     if word in (None, "no"):
         return Precision()
@@ -158,14 +158,14 @@ def precision_of(choice: Choice, kind: str) -> Precision:
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """DeepSpeed's own 16-bit mode, or None if its configuration enables none; ``word`` must not contradict it."""
+    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise if ``word`` contradicts it."""
     config = plugin.deepspeed_config
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:
         return None
     if word not in (None, found):
         raise ValueError(
-            f"The DeepSpeed configuration says {found}.enabled=true, but mixed_precision is {word!r}. Leave "
-            f"mixed_precision out, or remove {found!r} from the configuration."
+            f"The DeepSpeed configuration has {found}.enabled=true, but mixed_precision is {word!r}. Leave out "
+            f"mixed_precision, or remove {found!r} from the configuration."
         )
     return "bf16-true" if found == "bf16" else "16-true"

@@ -1,263 +1,33 @@
-"""Trackers for ``accelerator.log``. The built-in ones use Paceline's loggers."""
+"""Trackers for ``accelerator.log``. The built-in trackers use Paceline's loggers."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any
 
 from .. import messages
 from ..checkpoint.logger_positions import named, say_where
 from ..loggers.base import Logger, Nothing
-from ..loggers.csv import CSVLogger
-from ..loggers.tensorboard import TensorBoardLogger
-from ..loggers.values import present
-from ..loggers.wandb import WandbLogger
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: Trackers of Accelerate that Paceline does not have.
-_ELSEWHERE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio")
-_CLASS_OF_LOGGER = {"CSVLogger": "csv", "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
-
-
-def on_main_process(function: F) -> F:
-    """Make a tracker's method run only on the main process, unless the tracker has ``main_process_only = False``."""
-
-    @functools.wraps(function)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if messages.is_rank_zero() or not getattr(self, "main_process_only", True):
-            return function(self, *args, **kwargs)
-        return None
-
-    return cast("F", run)
-
-
-class GeneralTracker:
-    """Base class for your own tracker. Pass an object or the class as ``log_with``.
-
-    A class is called with the project's name, the logging directory if it ``requires_logging_directory``, and its
-    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined yet.
-
-    Attributes:
-        name: its name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.
-        requires_logging_directory: whether it writes files, so that ``project_dir`` must be given.
-        main_process_only: whether it is created and called only on the main process.
-        tracker: the object behind it, such as wandb's run; usually a property.
-    """
-
-    name: str
-    requires_logging_directory: bool
-    main_process_only: bool = True
-
-    def __init__(self, _blank: bool = False) -> None:
-        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
-        if missing and not _blank:
-            raise NotImplementedError(
-                f"{type(self).__name__} is a tracker without {messages.names(missing, last='and')}. Define "
-                "name = '...' and requires_logging_directory = True or False in the class, and a property tracker "
-                "that returns the object behind it (self will do)."
-            )
-
-    def start(self) -> None:
-        """Called by ``init_trackers``, when processes have joined: open files and connections here."""
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings of the run by name."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record the values of one step: numbers, strings, or other values that the tracker supports.
-
-        Args:
-            values: values by name.
-            step: position on the x axis.
-            **kwargs: this tracker's entry in ``log_kwargs``.
-        """
-
-    def finish(self) -> None:
-        """Called by ``end_training``: write everything that is still buffered."""
-
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record several images under each name."""
-        self._has_no("log_images")
-
-    def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record a table from columns and rows or a data frame."""
-        self._has_no("log_table")
-
-    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record a matplotlib figure."""
-        self._has_no("log_figure")
-
-    def log_artifact(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save a file or folder with the run."""
-        self._has_no("log_artifact")
-
-    def _has_no(self, method: str) -> None:
-        raise NotImplementedError(
-            f"The tracker {self.name!r} ({type(self).__name__}) has no {method}. Define it in the class, or use the "
-            f"object behind it: accelerator.get_tracker({self.name!r}, unwrap=True)."
-        )
-
-
-def _by_logger(method: str) -> Any:
-    """A tracker's method that calls the logger's method of the same name."""
-
-    def record(self: LoggerTracker, *args: Any, **kwargs: Any) -> None:
-        self._call(method, method, *args, **kwargs)
-
-    record.__name__, record.__doc__ = method, getattr(GeneralTracker, method).__doc__
-    return on_main_process(record)
-
-
-class LoggerTracker(GeneralTracker):
-    """One of Paceline's loggers as a tracker.
-
-    Nothing is opened before the first value, so that ``load_state`` can still continue the run of the checkpoint.
-    """
-
-    name = "logger"
-    requires_logging_directory = False
-    #: The package that it needs.
-    package: ClassVar[str | None] = None
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-        self._config: dict[str, Any] = {}
-        self._settled = True
-        #: Whether this process has recorded something, so it cannot continue another run.
-        self.is_used = False
-        if type(self) is LoggerTracker:
-            kind = type(logger).__name__
-            self.name = _CLASS_OF_LOGGER.get(kind, kind)
-        super().__init__()
-
-    @property
-    def logger(self) -> Logger:
-        """The logger, with the settings of the run."""
-        if not self._settled:
-            self._settled = True
-            self._logger.log_hyperparams(self._config)
-        return self._logger
-
-    @property
-    def tracker(self) -> Any:
-        """The object behind the logger: ``SummaryWriter``, wandb's run, ..."""
-        self.is_used = True
-        return self.logger.experiment
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._config |= values
-        self._settled = not self._config
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.is_used = True
-        self.logger.log_record(present(values), step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.logger.close()
-
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, images in present(values).items():
-            self._call("log_images", "log_image", name, images, step=step, **kwargs)
-
-    log_table = _by_logger("log_table")
-    log_figure = _by_logger("log_figure")
-    log_artifact = _by_logger("log_artifact")
-
-    def _call(self, method: str, of_logger: str, *args: Any, **kwargs: Any) -> None:
-        record = getattr(self._logger, of_logger, None)
-        if record is None:
-            self._has_no(method)
-        else:
-            self.is_used, _ = True, self.logger
-            record(*args, **kwargs)
-
-    def resume(self, state: Mapping[str, Any]) -> bool:
-        """Continue the run of a state of :meth:`Logger.state_dict`; returns whether that was possible."""
-        if self.is_used:
-            return False
-        self._logger.withdraw()
-        if not self._logger.recognizes(state):
-            return False
-        self._logger.take_over(state)
-        self._logger.load_state_dict(state)
-        self._settled = not self._config
-        return True
-
-
-class CSVTracker(LoggerTracker):
-    """``"csv"``: :class:`~paceline.loggers.CSVLogger` in ``logging_dir/<project name>/version_N``."""
-
-    name = "csv"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__(CSVLogger(logging_dir, **{"name": run_name, **kwargs}))
-
-
-class TensorBoardTracker(LoggerTracker):
-    """``"tensorboard"``: :class:`~paceline.loggers.TensorBoardLogger` in ``logging_dir/<project name>/version_N``."""
-
-    name = "tensorboard"
-    requires_logging_directory = True
-    package = "tensorboard"
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__(TensorBoardLogger(logging_dir, **{"name": run_name, "default_hp_metric": False, **kwargs}))
-
-    @property
-    def writer(self) -> Any:
-        """The ``SummaryWriter``."""
-        return self.tracker
-
-
-class WandBTracker(LoggerTracker):
-    """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
-
-    The run (also available as ``wandb.run``) exists after ``init_trackers``.
-    """
-
-    name = "wandb"
-    package = "wandb"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(WandbLogger(**{"project": run_name, **kwargs}))
-
-    @property
-    def run(self) -> Any:
-        """The run."""
-        return self.tracker
-
-    @on_main_process
-    def start(self) -> None:
-        _ = self._logger.experiment
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        super().store_init_configuration(values)
-        _ = self.logger
-
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        super().log_images({name: list(images) for name, images in present(values).items()}, step, **kwargs)
-
-    def resume(self, state: Mapping[str, Any]) -> bool:
-        resumed = super().resume(state)
-        if not self.is_used:
-            self.start()
-            _ = self.logger
-        return resumed
+from .general_tracker import GeneralTracker, LoggerTracker
+from .general_tracker import on_main_process as on_main_process
+from .logger_trackers import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    CSVTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 
 class _Absent(GeneralTracker):
-    """Replaces a tracker on processes without one, and does nothing."""
+    """Placeholder that does nothing, for processes that do not have the tracker."""
 
     requires_logging_directory = False
 
@@ -275,23 +45,24 @@ class _Absent(GeneralTracker):
 
 #: Values of ``log_with`` besides names.
 Tracker = Logger | GeneralTracker | type[GeneralTracker]
-_classes: dict[str, type[GeneralTracker]] = {
-    "csv": CSVTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandBTracker,
-}
+_BUILT_IN: tuple[type[LoggerTracker], ...] = (
+    *(CSVTracker, TensorBoardTracker, WandBTracker, MLflowTracker, CometMLTracker, TrackioTracker),
+    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, AimTracker),
+)
+_classes: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in _BUILT_IN}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Register a tracker class for ``log_with`` by its ``name``; warns if it replaces a class of the same name.
+    """Register a tracker class for ``log_with`` by its ``name``; warn if it replaces a class of the same name.
 
     Raises:
-        ValueError: it is not a :class:`GeneralTracker` class, or lacks ``name`` or ``requires_logging_directory``.
+        ValueError: the class does not inherit from :class:`GeneralTracker`, or lacks ``name`` or
+            ``requires_logging_directory``.
     """
     if not _is_tracker_class(tracker_class):
         raise ValueError(
             f"register_tracker_class got {tracker_class!r}, which is not a subclass of GeneralTracker. Pass the class "
-            "itself, not an object of it."
+            "itself, not an instance."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
@@ -308,22 +79,22 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[str]:
-    """Names of all trackers whose packages are installed."""
+    """Return the names of all trackers whose packages are installed."""
     return [name for name, kind in _classes.items() if _lacks(kind) is None]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """The names, classes and objects of the requested trackers, each once.
+    """Return the names, classes and objects of the requested trackers without duplicates.
 
     Args:
-        log_with: a name or several separated by commas, a ``LoggerType``, a :class:`GeneralTracker` object or class, a
-            Paceline logger, or a list of these. ``"all"`` means every tracker that works here.
+        log_with: a name or several names separated by commas, a ``LoggerType``, a :class:`GeneralTracker` object or
+            class, a Paceline logger, or a list of these. ``"all"`` means every tracker that works here.
         logging_dir: directory for trackers that write files.
 
     Raises:
         ValueError: a name is unknown, or a tracker that writes files has no ``logging_dir``.
         TypeError: a value is not a tracker.
-        ModuleNotFoundError: the package of a tracker is not installed.
+        ModuleNotFoundError: a tracker's package is not installed.
     """
     if isinstance(log_with, str) and not isinstance(log_with, Enum):
         log_with = [name.strip() for name in log_with.split(",")]
@@ -356,11 +127,6 @@ def _checked(one: Any, logging_dir: Any) -> Any:
             f"log_with got {one!r} (of type {type(one).__name__}), which is not a tracker. Pass a name such as "
             "'wandb', a GeneralTracker object or class, or one of Paceline's loggers."
         )
-    if isinstance(one, str) and one in _ELSEWHERE and one not in _classes:
-        raise NotImplementedError(
-            f"log_with={one!r}: Paceline has no tracker for it. Write one (a subclass of GeneralTracker with name = "
-            f"{one!r}) and pass it as log_with, or choose {messages.names(['all', *_classes])}."
-        )
     if isinstance(one, str) and one not in _classes:
         raise ValueError(messages.unknown("tracker", one, ["all", *_classes], ", or pass a GeneralTracker"))
     kind = _classes[one] if isinstance(one, str) else one
@@ -369,8 +135,8 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         raise ModuleNotFoundError(messages.missing(f"log_with={one!r}", missing), name=missing)
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(
-            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but there is no directory for "
-            "them. Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
+            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but has no directory to write "
+            "to. Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
         )
     return one
 
@@ -385,13 +151,13 @@ def _is_tracker_class(value: Any) -> bool:
 
 
 class Trackers(list[GeneralTracker]):
-    """The trackers of an Accelerator, empty until ``init_trackers``.
+    """An Accelerator's trackers; empty until ``init_trackers``.
 
     No method communicates with other processes, so each may be called on the main process alone. Other processes have
-    the same list, but only trackers with ``main_process_only = False`` do anything.
+    the same list, but only trackers with ``main_process_only = False`` do anything there.
 
     Args:
-        logging_dir: the directory of its ``ProjectConfiguration``.
+        logging_dir: the directory from the Accelerator's ``ProjectConfiguration``.
 
     Attributes:
         wanted: the requested trackers.
@@ -412,13 +178,13 @@ class Trackers(list[GeneralTracker]):
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Create and start all trackers, and log the settings of the run. Trackers of an earlier run are closed.
+        """Create and start all trackers, and log the run's settings. Trackers of an earlier run are closed.
 
         Args:
-            project_name: name of a folder in the logging directory, or of wandb's project.
-            config: the settings.
-            init_kwargs: more arguments by the tracker's name.
-            logging_dir: replaces the Accelerator's original directory.
+            project_name: name of the folder in the logging directory, or of the wandb project.
+            config: the run's settings.
+            init_kwargs: additional arguments, keyed by tracker name.
+            logging_dir: directory to use instead of the Accelerator's original one.
         """
         if self._started:
             self.finish()
@@ -442,10 +208,10 @@ class Trackers(list[GeneralTracker]):
         """Log the values of one step to every tracker.
 
         Args:
-            values: numbers, tensors of one element, and other values that the trackers support. Paceline's trackers
+            values: numbers, single-element tensors, and other values that the trackers support. Paceline's trackers
                 skip None.
-            step: position on the x axis.
-            log_kwargs: more arguments of :meth:`GeneralTracker.log` by the tracker's name.
+            step: position on the x-axis.
+            log_kwargs: additional arguments for :meth:`GeneralTracker.log`, keyed by tracker name.
 
         Raises:
             RuntimeError: ``init_trackers`` was not called.
@@ -458,12 +224,12 @@ class Trackers(list[GeneralTracker]):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker with a given name, or with ``unwrap`` the object behind it.
+        """Return the tracker with the given name, or the object that it wraps if ``unwrap`` is True.
 
-        On processes without this tracker, the result accepts every call and does nothing.
+        On processes without this tracker, the returned object accepts every call and does nothing.
 
         Raises:
-            ValueError: there is no such tracker.
+            ValueError: no tracker has this name.
             RuntimeError: ``init_trackers`` was not called.
         """
         found = next((tracker for tracker in self if tracker.name == name), None)
@@ -479,26 +245,26 @@ class Trackers(list[GeneralTracker]):
         return found.tracker if unwrap else found  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Close every tracker; ``init_trackers`` starts another run."""
+        """Close every tracker; call ``init_trackers`` to start another run."""
         if self._started:
             self._started, self._ended = False, True
             for tracker in self:
                 tracker.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Positions of the loggers, for a checkpoint; empty except on the main process."""
+        """Return the loggers' positions, for a checkpoint; empty except on the main process."""
         found = self._loggers() if self._started else {}
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the runs of a checkpoint; values recorded after the checkpoint are dropped and recorded again.
+        """Continue the checkpoint's runs; drop values recorded after the checkpoint, as they will be recorded again.
 
-        If ``init_trackers`` was not called yet, the states are kept until it is. A tracker that has already recorded
-        something in this process is not changed.
+        If ``init_trackers`` has not been called yet, the states are kept until it is. A tracker that has already
+        recorded something in this process is not changed.
 
         Args:
             states: result of :meth:`state_dict`.
-            newer: a later checkpoint of that run, if there is one; logging then continues as a new run.
+            newer: a later checkpoint of that run, or None. If there is one, logging continues as a new run.
         """
         if not messages.is_rank_zero():
             return
@@ -520,7 +286,7 @@ class Trackers(list[GeneralTracker]):
         return {name: mine[id(logger)] for name, logger in named(one._logger for one in mine.values())}
 
     def _check_names(self, what: str, options: Iterable[str]) -> None:
-        names = [*_classes, *_ELSEWHERE, *(_name(one) for one in self.wanted)]
+        names = [*_classes, *(_name(one) for one in self.wanted)]
         for name in options:
             if name not in names:
                 raise ValueError(messages.unknown(f"tracker in {what}", name, dict.fromkeys(names)))
@@ -530,14 +296,15 @@ class Trackers(list[GeneralTracker]):
             return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
-                f"{call} has no effect: this Accelerator has no tracker. Set Accelerator(log_with='tensorboard', "
-                "project_dir='...') or another one, and call accelerator.init_trackers('my_project')."
+                f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, such as with "
+                "Accelerator(log_with='tensorboard', project_dir='...'), and call "
+                "accelerator.init_trackers('my_project')."
             )
         return f"{call} before init_trackers has no effect. Call accelerator.init_trackers('my_project') first."
 
 
 def _name(one: Any) -> str:
-    """The name of a requested tracker before it is created."""
+    """Return the name of a requested tracker that has not been created yet."""
     if isinstance(one, str):
         return one
     if isinstance(one, Logger):
@@ -547,7 +314,7 @@ def _name(one: Any) -> str:
 
 
 def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Create a tracker from a name, class or object, or a placeholder if this process needs none."""
+    """Create a tracker from a name, class or object, or a placeholder if this process needs no tracker."""
     kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))

@@ -23,7 +23,7 @@ class Windows:
     """Creates accumulation windows, and saves and restores incomplete ones.
 
     Attributes:
-        state: holds the windows, including one for loops without ``accumulate``.
+        state: the gradient state that holds the windows, including the one for loops that do not call ``accumulate``.
     """
 
     strategy: Strategy
@@ -34,7 +34,7 @@ class Windows:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state, with windows keyed by model index because ids mean nothing in a copy."""
+        """Return the state with windows keyed by model index, because object ids mean nothing in a copy."""
         index = {id(model): number for number, model in enumerate(self.prepared.models)}
         known = self.state.windows.items()
         return vars(self) | {
@@ -48,7 +48,7 @@ class Windows:
             self.state.windows[tuple(id(models[one]) for one in key)] = window
 
     def open(self, models: Sequence[Any]) -> Window:
-        """The window of the given prepared models, or of all models if none are given."""
+        """Return the window for the given prepared models, or for all models if none are given."""
         key = tuple(map(id, models))
         window = self.state.windows.get(key)
         if window is None:
@@ -61,17 +61,17 @@ class Windows:
         return list(self.prepared.placements.values())
 
     def clear(self) -> None:
-        """Forget all windows."""
+        """Discard all windows."""
         self.state.windows.clear()
         self.state.window = Window(self.state, self.strategy)
 
     # ---- gather ------------------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, Any]:
-        """This rank's windows, for a checkpoint.
+        """Return this rank's windows, to be saved in a checkpoint.
 
         ``windows`` lists each window's models and position, and which window is current. ``gradients`` maps each model
-        to its gradients that wait for a step, or to None if the strategy cannot save them.
+        to the gradients that are waiting for an optimizer step, or to None if the strategy cannot save them.
         """
         state = self.state
         places = {id(model): index for index, model in enumerate(self.prepared.models)}
@@ -79,7 +79,7 @@ class Windows:
             ([places[key] for key in keys], window) for keys, window in self.state.windows.items()
         ]
         if all(window is not state.window for _, window in named):
-            named.append((None, state.window))  # the window of a loop without `accumulate`
+            named.append((None, state.window))  # the window for a loop that does not call `accumulate`
         windows, waiting = [], set[int]()
         for models, window in named:
             kept = window.state_dict()
@@ -99,20 +99,20 @@ class Windows:
             listed = messages.names([type(self.prepared.models[index]).__name__ for index in models], "and")
             messages.warn_once(
                 f"{type(self.strategy).__name__} cannot save gradients that are still waiting for an optimizer step, "
-                f"so this state does not contain the gradients of {listed}. A loop that resumes from it loses the "
-                "micro-batches of the incomplete window. Call save_state when accelerator.sync_gradients is True."
+                f"so this state does not contain the gradients of {listed}. A loop that resumes from this state loses "
+                "the micro-batches of the incomplete window. Call save_state when accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
-        """Restore windows from results of :meth:`gather`. Every rank must call this.
+        """Restore windows from the results of :meth:`gather`. Every rank must call this.
 
-        ``own`` is this rank's result, or None if the saved run had a different number of ranks; ``ranks`` holds the
-        results of all saved ranks.
+        ``own`` is this rank's result, or None if the saved run had a different number of ranks. ``ranks`` holds the
+        results of all ranks of the saved run.
 
         Returns:
-            Descriptions of what was derived rather than restored.
+            Descriptions of the parts that were derived instead of restored.
         """
         self.forget()
         placements = self._placements
@@ -131,7 +131,7 @@ class Windows:
         return derived
 
     def forget(self) -> None:
-        """Discard the micro-batches that wait for an optimizer step, and their gradients."""
+        """Discard the micro-batches that are waiting for an optimizer step, and their gradients."""
         for model in self.prepared.models:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -141,7 +141,7 @@ class Windows:
         state.sync_gradients = True
 
     def _restore_counts(self, own: Mapping[str, Any] | None, ranks: Sequence[Any], share: float) -> set[int]:
-        """Restore the position within each window; returns the models whose gradients cannot be restored."""
+        """Restore the position in each window; return the indices of models whose gradients cannot be restored."""
         lost = {
             index
             for kept in (ranks if own is None else [own])
@@ -163,7 +163,7 @@ class Windows:
         return lost
 
     def _window(self, entry: Mapping[str, Any]) -> Window | None:
-        """The window of the entry's models; None if some of them are missing here."""
+        """Return the window for the entry's models, or None if this run does not have all of them."""
         models = entry["models"]
         if models is None:
             window = self.state.window
@@ -174,7 +174,7 @@ class Windows:
 
 
 def _fits(placements: list[PreparedModel], index: int, gradients: Mapping[str, Any] | None) -> bool:
-    """Whether saved gradients have the form that the model's strategy uses."""
+    """Return True if the saved gradients have the form that the model's strategy uses."""
     return gradients is None or all(
         isinstance(kept, dict) is _in_parts(placements, index) for kept in gradients.values()
     )
@@ -186,12 +186,12 @@ def _in_parts(placements: list[PreparedModel], index: int) -> bool:
 
 
 def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
-    """Items per current rank: an equal share of the items counted by all saved ranks."""
+    """Return the item count for each current rank: an equal share of the total over all saved ranks."""
     return {"items": sum(one["items"] for one in saved) / len(saved) * share, "unit": saved[0]["unit"]}
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Per-rank gradients with the same mean as in the saved run (the same sum if items are counted)."""
+    """Return gradients per rank whose mean across ranks (or sum, if items are counted) is that of the saved run."""
     by_items = {
         index
         for entry in ranks[0]["windows"]
@@ -211,7 +211,7 @@ def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float)
 
 
 def _whole(value: Any) -> Tensor | None:
-    """The full gradient that a rank has accumulated; None if the rank holds only a shard."""
+    """Return the full gradient that a rank has accumulated, or None if the rank holds only a shard."""
     if isinstance(value, dict):
         return value["whole"] if value["part"] is None else None
     return value

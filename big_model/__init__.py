@@ -1,1 +1,1 @@
-"""Big models: device maps, offloaded weights, and loading other tools' weight files."""
+"""Support for big models: device maps, offloaded weights, and loading weight files of other tools."""

@@ -1,8 +1,8 @@
-"""Deferred weights: weights loaded into parameters on the meta device before a strategy shards the module.
+"""Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
-If a strategy shards a module, ``configure_model`` runs before that. A parameter on the meta device then only stores a
-note of the file that has its values; names and shapes are checked immediately. After the module has been sharded, each
-process reads its shards, so no process ever holds all weights.
+If a strategy shards a module, ``configure_model`` runs before that. Loading a weight into a parameter on the meta
+device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
+the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _noting: ContextVar[bool] = ContextVar("noting", default=False)
 
 
 class Note(NamedTuple):
-    """Where the values of a parameter are stored.
+    """Says where a parameter's values are stored.
 
     Attributes:
         file: the weight file.
-        name: the name of the tensor in the file.
-        dtype: floating-point values are converted to this dtype when they are read, and then to the dtype that the
-            parameter has at that time; None converts them directly to the parameter's dtype.
+        name: the tensor's name in the file.
+        dtype: dtype to convert floating-point values to when they are read. They are then converted to the dtype that
+            the parameter has at that time. None skips the first conversion.
     """
 
     file: Path
@@ -44,7 +44,7 @@ class Note(NamedTuple):
 
 
 class NotedParameter(nn.Parameter):
-    """A parameter on the meta device with a note of where its values are stored; copies keep the note."""
+    """A parameter on the meta device with a note that says where its values are stored; copies keep the note."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = super().__deepcopy__(memo)
@@ -63,7 +63,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Context in which weights for parameters on the meta device are deferred until the module has been sharded."""
+    """Context manager that defers loading parameters on the meta device until the module has been sharded."""
     token = _noting.set(True)
     try:
         yield
@@ -72,19 +72,19 @@ def noting() -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Whether weights are being deferred until the module has been sharded."""
+    """Return True if loading is being deferred until the module has been sharded."""
     return _noting.get()
 
 
 def is_to_be_noted(own: Tensor) -> bool:
-    """Whether loading this tensor's values must be deferred."""
+    """Return True if loading this tensor's values must be deferred."""
     return is_noting() and own.is_meta and isinstance(own, nn.Parameter)
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Attach a note to a parameter on the meta device that says where its values are.
+    """Attach a note that says where the values of a parameter on the meta device are.
 
-    ``names`` are the parameter's names in the model. The parameter stays the same object and gets this dtype.
+    ``names`` are the parameter's names in the model. The parameter stays the same object but gets the given dtype.
     """
     own.data = own.data.to(dtype)
     _attach(own, note)
@@ -94,7 +94,7 @@ def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtyp
 def _attach(own: Tensor, note: Note) -> None:
     """Attach a note to a parameter so that copies of the parameter keep the note.
 
-    The parameter must stay the same object, because tied layers, optimizers and the user may hold it. So its class is
+    The parameter must stay the same object, because tied layers, optimizers and the user may hold it, so its class is
     changed in place. ``torch.utils.swap_tensors`` does the same, but rejects parameters that have weak references.
     """
     vars(own)[_NOTE] = (note, change_count(own))
@@ -103,10 +103,10 @@ def _attach(own: Tensor, note: Note) -> None:
 
 
 def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
-    """The notes of a module's parameters, by name.
+    """Yield the names, parameters and notes of a module's deferred parameters.
 
     Raises:
-        RuntimeError: a parameter was changed after it was loaded, so that change would be lost.
+        RuntimeError: a parameter was changed after it was loaded, and the change would be lost.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         note, version = vars(parameter).get(_NOTE, (None, 0))
@@ -118,20 +118,20 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
 
 
 def _check_replaced(module: nn.Module) -> None:
-    """Raise if a loaded parameter was replaced by another one on the meta device (by resizing, for example)."""
+    """Raise if a loaded parameter was replaced by a new one on the meta device (by resizing, for example)."""
     for place, part in module.named_modules():
         names = vars(part).pop(_NAMES, ())
         own = dict(part.named_parameters(remove_duplicate=False)) if names else {}
         for name in names:
             if name in own and own[name].is_meta and _NOTE not in vars(own[name]):
-                raise RuntimeError(_lost(f"{place}.{name}" if place else name, "replaced by another one"))
+                raise RuntimeError(_lost(f"{place}.{name}" if place else name, "replaced by a new parameter"))
 
 
 def _lost(name: str, what: str) -> str:
     return (
-        f"{name} was loaded from a file and then {what}, but it has no memory yet: under a strategy that shards, the "
+        f"{name} was loaded from a file and then {what}, but it has no memory yet. Under a strategy that shards, the "
         "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model, "
-        "or build the model without init_empty_weights, so that each process temporarily holds the whole model."
+        "or create the model without init_empty_weights, so that each process temporarily holds the full model."
     )
 
 
@@ -139,10 +139,10 @@ class Waiting:
     """Parameters whose values have not been loaded yet.
 
     Args:
-        module: the module as it was built, before it is sharded; None if no values are missing.
+        module: the module as it was created, before it is sharded; None if no values are missing.
 
     Attributes:
-        notes: notes for parameters whose values are in files, by name.
+        notes: notes for parameters whose values are in files, by parameter name.
         unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
             checkpoint may still set them.
     """
@@ -162,7 +162,7 @@ class Waiting:
         return "\n".join(f"{name}: {note.name} of {note.file.name}" for name, note in self.notes.items())
 
     def take_memory(self, module: nn.Module, device: torch.device) -> None:
-        """Allocate memory without values for the deferred parameters; if sharded, only for this process's shards."""
+        """Allocate uninitialized memory for the deferred parameters, or only for this process's shards of them."""
         tied: dict[int, list[str]] = {}
         own = dict(module.named_parameters(remove_duplicate=False))
         for name in self.notes:
@@ -180,11 +180,11 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters (if sharded, this process's shards) from their files, one by one."""
+        """Read the deferred parameters, or only this process's shards of them, from their files, one by one."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():
-            # A tied parameter has several names, and several parameters (copies, for example) may use one value.
+            # A tied parameter has several names, and several parameters (copies, for example) may use the same value.
             targets = files.setdefault(note.file, {}).setdefault(note.name, {})
             targets[id(own[name])] = (own[name], note)
         for file, wanted in files.items():
@@ -192,7 +192,7 @@ class Waiting:
         self.notes = {}
 
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-        """Raise on every process if a tensor has no values on any process.
+        """Raise on every process if a tensor lacks values on any process.
 
         ``gather`` returns the values that all processes pass to it.
 
@@ -209,10 +209,10 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name in found]
         if self.unfilled:
             raise RuntimeError(
-                f"{type(module).__name__} was created on the meta device, and nothing gives "
-                f"{messages.names(self.unfilled[:10], 'and')} a value: the layer has no reset_parameters() that sets "
-                "it, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
-                "(load_checkpoint_in_model), define one of those methods, or create that layer outside of "
+                f"{type(module).__name__} was created on the meta device, and nothing sets the values "
+                f"of {messages.names(self.unfilled[:10], 'and')}. The layer has no reset_parameters() that sets "
+                "them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
+                "(load_checkpoint_in_model), define one of those methods, or create that layer outside "
                 "torch.device('meta')."
             )
 
@@ -230,11 +230,11 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
             pages = pages or Pages()
             sharded_loading.fill(own, value, note.dtype, pages)
     if left:
-        raise _changed(file, f"{', '.join(sorted(left)[:5])} is not in it")
+        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in it")
 
 
 def _changed(file: Path, what: str) -> ValueError:
     return ValueError(
-        f"The weights in {str(file)!r} have changed since the model was built: {what}. Do not change the file while a "
-        "run is starting."
+        f"The weights in {str(file)!r} have changed since the model was created: {what}. Do not change the file while "
+        "a run is starting."
     )

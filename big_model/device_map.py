@@ -1,4 +1,4 @@
-"""Device maps: the device for each part of a model, by the name of a module or tensor."""
+"""Device maps, which assign a device to each part of a model by module or tensor name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DeviceMap = dict[str, Device]
 
 
 def is_offloaded(device: Any, main_device: Any) -> bool:
-    """Whether weights on ``device`` must be fetched to the main device to be used."""
+    """Return True if weights on ``device`` must be fetched to the main device before they are used."""
     return device == "disk" or (_is_host(device) and not _is_host(main_device))
 
 
@@ -27,12 +27,12 @@ def _is_host(device: Any) -> bool:
 
 
 def main_device_of(device_map: Mapping[str, Any]) -> Any:
-    """The device on which offloaded parts run: the first accelerator in the map, else the CPU."""
+    """Return the device on which offloaded parts run: the first accelerator in the map, or else the CPU."""
     return next((device for device in device_map.values() if not (device == "disk" or _is_host(device))), "cpu")
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """A map's device for a module or tensor: its own entry, else the nearest enclosing module's entry, else None."""
+    """Return the device for a module or tensor: its own entry, else that of the nearest enclosing module, else None."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -57,7 +57,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"device_map does not cover {len(missing)} of the {len(tensors)} tensors in {type(model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add their module, or '' for all others."
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, "
+            "or '' for all others."
         )
     for name, device in device_map.items():
         if device != "disk":
@@ -65,12 +66,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def torch_device(device: Any, what: str) -> torch.device:
-    """Convert a map's entry to a device.
+    """Convert a map's entry to a torch device.
 
-    ``what`` is the entry's name in errors.
+    ``what`` is the entry's name in error messages.
 
     Raises:
-        ValueError: this process sees no such device.
+        ValueError: this process does not see such a device.
     """
     kind = torch.accelerator.current_accelerator()
     try:
@@ -84,7 +85,7 @@ def torch_device(device: Any, what: str) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
     if found.type != "meta" and (found.index or 0) >= count:
-        seen = f"{count} of this kind" if count else "none"
+        seen = f"only {count} of this kind" if count else "no such device"
         raise ValueError(
             f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or make more devices "
             "visible."
@@ -93,7 +94,10 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Replaces the method that moves or converts a dispatched module (through ``to`` or ``half``, even on a parent)."""
+    """Raises an error in place of the method that moves or converts a dispatched module.
+
+    ``to`` and ``half``, for example, call that method, even when they are called on a parent module.
+    """
 
     def __init__(self, name: str, where: str) -> None:
         self.name = name
@@ -101,19 +105,19 @@ class Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"This would move or convert {self.name}, which was dispatched to {self.where}, and undo the device map. "
-            "Load it again with another device_map, max_memory or dtype, or first call "
-            "remove_hook_from_submodules(model), from paceline.big_model.hooks."
+            f"This call would move or convert {self.name}, which was dispatched to {self.where}, and undo its device "
+            "map. Load the model again with a different device_map, max_memory or dtype, or first call "
+            "remove_hook_from_submodules(model) from paceline.big_model.hooks."
         )
 
 
 def spread_in(module: nn.Module) -> nn.Module | None:
-    """The first submodule that a device map dispatched; None if there is none."""
+    """Return the first submodule that was dispatched with a device map, or None if there is none."""
     return next((part for part in module.modules() if isinstance(vars(part).get(APPLY), Refusal)), None)
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """The shortest equivalent map: a module's name replaces its parts' names if they are all on the same device."""
+    """Return the shortest equivalent map, in which a module replaces its parts if all are on the same device."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

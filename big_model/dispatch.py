@@ -1,4 +1,4 @@
-"""Distribute a model over accelerators, host memory and disk, and run it as if it were on one device."""
+"""Distributes a model across accelerators, host memory and disk, and runs it as if it were on one device."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Move each part of a model to its device in a map, and make the model run from there. Returns the same object.
+    """Move each part of a model to its device in a map, and make the model run there. Returns the same object.
 
-    A part in host memory or on disk is copied to the main device when it runs, and freed afterwards; the next part is
-    prefetched meanwhile. If the CPU is the main device, weights on disk are used directly from the mapped file, without
-    a copy. Outputs are bit-identical to running the model on one device, as long as modules call each other. A module
-    that reads another module's weight directly gets the stored values. On the CPU this may change the last bits of a
-    product unless the file is aligned to 64 bytes, as Paceline's own files are. Only one thread at a time may run the
-    model, and the files must not change while it is in use. To train a model that does not fit, use
-    ``strategy="fsdp"``.
+    A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
+    is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
+    copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
+    module that reads another module's weight directly gets the stored values. On the CPU, computing with stored values
+    may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own files are. Only one
+    thread at a time may run the model, and the files must not change while the model is in use. To train a model that
+    does not fit, use ``strategy="fsdp"``.
 
     Args:
-        model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has them.
-        device_map: device (a number, ``"cpu"``, ``"disk"``) by name of module or tensor; ``""`` means all others.
-        main_device: device on which offloaded parts run; None for the first accelerator in the map, else the CPU.
+        model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has the values.
+        device_map: device (a number, ``"cpu"``, ``"disk"``) by module or tensor name; ``""`` means all others.
+        main_device: device on which offloaded parts run; None means the first accelerator in the map, or else the CPU.
         state_dict: values of offloaded parts, if they are not in the model.
         offload_dir: folder for values with device ``"disk"`` that no safetensors file contains in the right dtype.
-        offload_index: index of that folder (or of safetensors files), if it exists already.
+        offload_index: index of that folder (or of safetensors files), if it already exists.
         offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: classes, or their names, whose instances are fetched as a unit. None for the model's
+        preload_module_classes: classes, or their names, whose instances are fetched as a unit; None means the model's
             blocks.
         force_hooks: whether to attach hooks even if everything is on one device.
 
@@ -100,8 +100,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model's weights in host memory and copy each part to a device while it runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, else the CPU. The
-    other arguments are as for :func:`dispatch_model`.
+    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
@@ -117,8 +117,8 @@ def disk_offload(
 ) -> nn.Module:
     """Write a model's weights to a folder and copy each part to a device while it runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, else the CPU. The
-    other arguments are as for :func:`dispatch_model`.
+    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
@@ -128,15 +128,15 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in host memory until it runs; it stays on the device until the next model needs the space.
+    """Keep an entire model in host memory until it runs; then it stays on the device until another model runs.
 
     Args:
         model: the model.
-        execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        prev_module_hook: hook of the previous model in a pipeline; that model is moved back when this one runs.
+        execution_device: device on which the model runs; None means the first accelerator, or else the CPU.
+        prev_module_hook: hook of the previous model in a pipeline, which is moved back when this model runs.
 
     Returns:
-        The model, and its hook with ``offload()`` and ``remove()``.
+        The model and its hook, which has the methods ``offload()`` and ``remove()``.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -151,14 +151,15 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store each layer's weights in a smaller dtype than it computes in.
+    """Store each layer's weights in a smaller dtype than the one it computes in.
 
     Args:
         module: the model.
         storage_dtype: dtype between forward passes, such as ``torch.float8_e4m3fn``.
         compute_dtype: dtype during forward passes.
-        skip_modules_pattern: regular expressions for names of modules that keep their dtype, including submodules.
-        skip_modules_classes: classes of modules that keep their dtype, including submodules.
+        skip_modules_pattern: regular expressions for the names of modules that keep their dtype, as do their
+            submodules.
+        skip_modules_classes: classes of modules that keep their dtype, as do their submodules.
         non_blocking: if True, the host does not wait for copies.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
@@ -184,7 +185,7 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device, and a tied tensor to its first name's device. Values in files stay there."""
+    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay in files."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -214,8 +215,8 @@ def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, in
     if folder is None:
         why = f" (its file has {value.dtype})" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
-            "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), a folder with "
+            f"device_map puts {name!r} on disk as {dtype}{why}, but no folder to write it to was given. Pass "
+            "offload_dir=... (offload_folder=... in load_checkpoint_and_dispatch and from_pretrained), a folder with "
             "enough space for the weights."
         )
     offload_weight(value, name, folder, index, dtype)
@@ -226,14 +227,14 @@ def check_filled(model: nn.Module) -> None:
     """Check that no tensor of a model is on the meta device.
 
     Raises:
-        RuntimeError: a tensor is on the meta device.
+        RuntimeError: some tensors are on the meta device.
     """
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
             f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model "
-            "computes need real memory (init_empty_weights(include_buffers=False))."
+            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model computes "
+            "itself need real memory (init_empty_weights(include_buffers=False))."
         )
 
 
@@ -275,7 +276,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """The parts that are fetched as a unit, by name: blocks and the like, or their parts if the map splits them."""
+    """Return the parts, with names, that are each fetched as a unit: :func:`smallest_parts`, split where the map is."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -290,13 +291,13 @@ def _split(name: str, part: nn.Module | Tensor, split: set[str]) -> list[tuple[s
 
 
 def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) -> torch.device:
-    """The device on which a module runs."""
+    """Return the device on which a module runs."""
     device = device_of(name, device_map)
     return main if device is None or is_offloaded(device, main) else torch_device(device, "device_map")
 
 
 def _remove_dispatch(model: nn.Module) -> None:
-    """Remove the hooks of an earlier dispatch. Values and other hooks do not change."""
+    """Remove the hooks of an earlier dispatch, without changing values or other hooks."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
@@ -311,7 +312,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """The modules that move their inputs to a device, model first; empty if everything runs on the CPU."""
+    """Return the device of each module that moves its inputs, model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }
@@ -325,7 +326,7 @@ def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """The module with that name, or the modules called inside it if it is only a container; empty for a tensor."""
+    """Return the named module, or the modules called inside it if it is only a container; empty for a tensor."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -336,7 +337,7 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _runner(model: nn.Module, name: str) -> str:
-    """The nearest module at or around a name that can be called: containers and tensors cannot."""
+    """Return the named module, or the nearest enclosing one that can be called (containers and tensors cannot)."""
     while name:
         try:
             if type(model.get_submodule(name)).forward is not _NO_FORWARD:

@@ -1,4 +1,4 @@
-"""Create models that have shapes but no values."""
+"""Creates models whose tensors have shapes but no values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context that creates modules on the meta device: parameters have shapes, but take no memory and no time.
+    """Context manager that creates modules on the meta device: parameters have shapes, but use no memory or time.
 
     Args:
-        include_buffers: whether buffers are on the meta device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS. The
-            default is False, because buffers may be computed, and then no file contains them.
+        include_buffers: whether to create buffers on the meta device too; None uses the environment variable
+            ACCELERATE_INIT_INCLUDE_BUFFERS, or else False. Computed buffers need values, because no file contains them.
 
     Example:
         >>> with init_empty_weights():
@@ -34,9 +34,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
-    """Context that creates modules with their parameters on a device.
+    """Context manager that creates modules with their parameters on a device.
 
-    ``include_buffers`` is as for :func:`init_empty_weights`.
+    ``include_buffers`` is the same as for :func:`init_empty_weights`.
     """
     if include_buffers is None:
         include_buffers = os.environ.get("ACCELERATE_INIT_INCLUDE_BUFFERS", "").lower() in ("1", "true", "yes")
@@ -63,14 +63,14 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
 
 
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A copy of a parameter with new values; everything else stays the same."""
+    """Return a copy of a parameter with new values; everything else stays the same."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
 def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
-    """Set a tensor as a model's parameter (or buffer) under these names."""
+    """Set a tensor as a model's parameter (or buffer) under the given names."""
     for name in names:
         place, _, last = name.rpartition(".")
         part = model.get_submodule(place)
@@ -87,7 +87,7 @@ def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) ->
 
 
 class no_initial_values(TorchFunctionMode):  # noqa: N801 - a context
-    """Context in which the functions of ``torch.nn.init`` leave tensors unchanged."""
+    """Context manager under which the functions of ``torch.nn.init`` leave tensors unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
 """Hooks that run before and after a module's forward, to move inputs and fetch weights.
 
-The names and attributes match Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), because libraries
-around transformers and diffusers use them.
+The names and attributes match those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), because
+libraries in the transformers and diffusers ecosystem use them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is attached; returns the module."""
+        """Prepare the module when the hook is attached, and return it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before the forward; returns its arguments."""
+        """Run before the forward, and return the arguments to call it with."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after the forward; returns its output."""
+        """Run after the forward, and return the output to use."""
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Called instead of :meth:`post_forward` if the forward raises, but not if :meth:`pre_forward` raised."""
+        """Run instead of :meth:`post_forward` if the forward raises, but not if :meth:`pre_forward` raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; returns the module."""
+        """Clean up when the hook is removed, and return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks that run one after another, in the given order both before and after the forward."""
+    """Runs several hooks one after another, in the given order both before and after the forward."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -91,9 +91,9 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook to a module's forward, on the instance.
+    """Attach a hook to the forward of a module instance, and return the module.
 
-    Returns the module. With ``append`` the hook runs after the module's existing hook instead of replacing it.
+    With ``append``, the hook runs after the module's existing hook instead of replacing it.
     """
     before = vars(module).get("_hf_hook")
     if before is not None and not append:
@@ -120,9 +120,9 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's hook and restore its own forward.
+    """Remove a module's hook, restore the module's own forward, and return the module.
 
-    Returns the module. With ``recurse`` its submodules' hooks are removed too.
+    With ``recurse``, the hooks of its submodules are removed too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
@@ -137,7 +137,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and all its submodules, and allow it to be moved again."""
+    """Remove the hooks of a module and all its submodules, so that the module can be moved again."""
     remove_hook_from_module(module, recurse=True)
     for part in module.modules():
         vars(part).pop(APPLY, None)
@@ -148,16 +148,16 @@ class AlignDevicesHook(ModelHook):
     """Moves inputs, and with ``offload`` also weights, to the device on which a module runs.
 
     Args:
-        execution_device: device on which the module runs; None for its current device.
-        offload: whether the module's weights are offloaded, to ``weights_map`` or to host memory.
-        io_same_device: whether outputs are moved back to the device of the inputs.
+        execution_device: device on which the module runs; None means its current device.
+        offload: whether to offload the module's weights, to ``weights_map`` or to host memory.
+        io_same_device: whether to move outputs back to the device of the inputs.
         weights_map: values by name, in host memory or mapped from a file.
-        offload_buffers: whether buffers are offloaded too.
+        offload_buffers: whether to offload buffers too.
         place_submodules: whether to include all submodules instead of only the module's own tensors.
         skip_keys: keyword arguments that are not moved.
-        tied_params_map: accepted and ignored: tied parameters are one object and move together.
+        tied_params_map: accepted and ignored, because tied parameters are a single object and move together.
         part: the tensors that are fetched with the module, if they are already known.
-        fetcher: the whole model's fetcher; it starts and stops with the module's forward.
+        fetcher: the entire model's fetcher, which starts and stops with the module's forward.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class AlignDevicesHook(ModelHook):
         self.fetcher = fetcher
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the tensors to the execution device, or with ``offload`` to host memory or their files."""
+        """Move the tensors to the execution device or, with ``offload``, to host memory or their files."""
         if self.execution_device is None or self.part is not None or self.fetcher is not None:
             return module
         device = torch_device(self.execution_device, "execution_device")
@@ -229,7 +229,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Free fetched weights; with ``io_same_device`` move outputs back to the device of the inputs."""
+        """Free fetched weights; with ``io_same_device``, move outputs back to the device of the inputs."""
         self.failed(module)
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device)
@@ -249,11 +249,11 @@ class AlignDevicesHook(ModelHook):
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model in host memory until it runs; then the model stays on the device until another one runs.
+    """Keeps an entire model in host memory until it runs; then it stays on the device until another model runs.
 
     Args:
-        execution_device: device on which it runs; None for this machine's accelerator.
-        prev_module_hook: hook of the model to move back to host memory when this one runs.
+        execution_device: device on which the model runs; None means this machine's accelerator.
+        prev_module_hook: hook of the model to move back to host memory when this model runs.
     """
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
@@ -264,7 +264,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the other model to host memory and this one to the device."""
+        """Move the previous model to host memory and this model to the device."""
         device = torch_device(self.execution_device, "execution_device")
         tensor = next((tensor for _, tensor in named_tensors(module)), None)
         if tensor is not None and tensor.device != device:
@@ -291,9 +291,9 @@ class UserCpuOffloadHook:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a layer's weights in one dtype and computes in another one.
+    """Stores a layer's weights in one dtype and computes in another.
 
-    With ``non_blocking`` the host does not wait for copies.
+    With ``non_blocking``, the host does not wait for copies.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
@@ -324,13 +324,13 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def default_device() -> torch.device:
-    """This machine's first accelerator, else the CPU."""
+    """Return this machine's first accelerator, or else the CPU."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
 
 
 def _device_in(values: Any) -> torch.device | None:
-    """The device of the first tensor in nested values."""
+    """Return the device of the first tensor in nested values."""
     if isinstance(values, Tensor):
         return values.device
     inside = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()

@@ -1,4 +1,4 @@
-"""Make a device map from the sizes of a model's parts and the devices' limits, with a reason for each entry."""
+"""Builds a device map from the sizes of a model's parts and the devices' limits, with a reason for each entry."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .module_sizes import Sizes, named_tensors, size_in_bytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 WORDS: tuple[Spread, ...] = get_args(Spread)
-#: Modules that read the weights of their submodules without calling them.
+#: Modules that read their submodules' weights without calling the submodules.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-#: Fraction of a device's free memory to use for weights if no limit is given; the rest is for activations.
+#: Fraction of a device's free memory to use for weights if no limit is given; the rest is left for activations.
 _FOR_WEIGHTS = 0.9
 
 
@@ -29,10 +29,10 @@ class Row(NamedTuple):
     """One line of a plan.
 
     Attributes:
-        module: name of a module or tensor; ``""`` for the whole model.
+        module: name of a module or tensor; ``""`` means the entire model.
         kind: the part's class.
         device: the part's device.
-        bytes: bytes that the part uses there; 0 for a tied tensor that is already there.
+        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
         why: the reason for this device.
     """
 
@@ -45,12 +45,12 @@ class Row(NamedTuple):
 
 @dataclass
 class DevicePlan:
-    """The device of each part of a model.
+    """A plan that assigns a device to each part of a model.
 
     Attributes:
         device_map: device by name, for :func:`dispatch_model`.
         rows: the parts in order, before neighbors on the same device are joined.
-        limits: bytes of weights that each device may hold; infinite for the disk.
+        limits: maximum bytes of weights on each device; infinite for the disk.
         main_device: device on which offloaded parts run.
         reserved: bytes kept free on the main device for the part that is fetched while the previous one runs.
         buffers: bytes on the main device for the buffers of offloaded parts.
@@ -71,7 +71,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """The names in the map that are offloaded: they run on another device."""
+        """Names in the map whose parts are offloaded, because they run on another device."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:
@@ -98,29 +98,30 @@ def plan_device_map(
     fallback_allocation: bool = False,
     verbose: bool = True,
 ) -> DevicePlan:
-    """Choose the device of each part of a model, and print the plan as a table; nothing is moved.
+    """Choose a device for each part of a model, and print the plan as a table; nothing is moved.
 
     Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if that is allowed.
     Later parts go to the same device or a later one, so that data passes through each device once. If the model does
-    not fit on the main device, space is kept free there for the largest part that is fetched.
+    not fit on the main device, enough space is kept free there to fetch the largest offloaded part.
 
     Args:
         model: the model; it may be on the meta device.
-        device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly over the accelerators; ``"balanced_low_0"``
-            leaves space on the first one; ``"sequential"`` fills one after another.
-        max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, by number, ``"cpu"``
-            or ``"disk"``. Devices without an entry are not used, except the disk. None for nine tenths of free memory.
-        no_split_module_classes: one or several classes, or their names, whose instances are not split. None for the
+        device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly across the accelerators; ``"balanced_low_0"``
+            leaves space on the first accelerator; ``"sequential"`` fills one accelerator after another.
+        max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, keyed by number,
+            ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90 % of free
+            memory.
+        no_split_module_classes: one or more classes, or their names, whose instances are not split. None means the
             classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
-        dtype: dtype that floating-point weights will have; None for their dtype in the model.
-        special_dtypes: the same for single tensors, by name.
-        offload_buffers: whether the buffers of offloaded parts are offloaded too; if not, they stay on the main device.
-        fallback_allocation: whether later parts may go out of order to an earlier device where they fit.
+        dtype: dtype that floating-point weights will have; None means their dtype in the model.
+        special_dtypes: dtypes that individual tensors will have, by name.
+        offload_buffers: whether to offload the buffers of offloaded parts too; if not, they stay on the main device.
+        fallback_allocation: whether later parts may be placed out of order on an earlier device where they fit.
         verbose: whether to print the table.
 
     Raises:
-        ValueError: a word, limit or class is unknown, or a device's limit is too small for the parts that must run on
-            it.
+        ValueError: ``device_map``, a device or a limit is invalid, or a device's limit is too small for the parts that
+            must run on it.
     """
     if device_map not in WORDS:
         more = f", or a dict of module names to devices, such as {{'': {device_map!r}}} for all"
@@ -148,7 +149,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """The map that :func:`plan_device_map` makes with ``"sequential"``.
+    """Return the map that :func:`plan_device_map` builds with ``"sequential"``.
 
     With ``clean_result``, neighbors on the same device are joined under the name of the module that contains them.
     """
@@ -158,11 +159,11 @@ def infer_auto_device_map(
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, float]:
-    """Bytes of weights that each device may hold, accelerators first, then ``"cpu"`` and ``"disk"``.
+    """Return the maximum bytes of weights for each device: accelerators first, then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: limits by device; None for nine tenths of the free memory on each. Sizes given as strings become
-            numbers in this dict too, because libraries compare the limits in their own dict with the result.
+        max_memory: limits by device; None means 90 % of the free memory on each. Sizes given as strings are replaced
+            by numbers in this dict too, because libraries compare the limits in their own dict with the result.
 
     Raises:
         ValueError: a device or size is unknown.
@@ -175,7 +176,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
             free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
     if not isinstance(max_memory, Mapping):
-        raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
+        raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass a dict such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
     if isinstance(max_memory, MutableMapping):
         texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]
@@ -194,17 +195,17 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, float]:
-    """Limits that spread a model evenly over the accelerators.
+    """Return limits that spread a model evenly across the accelerators.
 
-    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator only gets parts that do not fit on the
-    others. The other arguments are as for :func:`plan_device_map`.
+    ``max_memory`` sets upper limits. With ``low_zero``, the first accelerator gets only parts that do not fit on the
+    others. The other arguments are the same as for :func:`plan_device_map`.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """The parts that are moved as a unit, by name: blocks, layers outside of blocks, and tensors outside of layers."""
+    """Return the parts, with names, that are each moved as a unit: blocks, and layers and tensors outside blocks."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 
@@ -212,7 +213,7 @@ def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> lis
 
 
 class _Item(NamedTuple):
-    """A part that still needs a device: a module with everything in it, or a single tensor in a module."""
+    """A part that has no device yet: a module with everything in it, or a single tensor in a module."""
 
     name: str
     module: nn.Module | Tensor
@@ -221,7 +222,7 @@ class _Item(NamedTuple):
         return sizes.within(self.module) if isinstance(self.module, nn.Module) else {id(self.module)}
 
     def parts(self, atoms: set[int]) -> list[_Item]:
-        """The parts that it can be split into; empty if it must not be split."""
+        """Return the parts that this item can be split into; empty if it must not be split."""
         if not isinstance(self.module, nn.Module) or id(self.module) in atoms:
             return []
         children = [_Item(self._below(name), child) for name, child in self.module.named_children()]
@@ -236,7 +237,13 @@ class _Item(NamedTuple):
 
 @dataclass
 class _Placed:
-    """Rows of the plan, the smallest parts to fetch, and the bytes of their buffers that stay on the main device."""
+    """The result of choosing devices.
+
+    Attributes:
+        rows: the plan's rows.
+        fetched: the offloaded parts that are each fetched as a unit.
+        buffers: bytes on the main device for the buffers of offloaded parts.
+    """
 
     rows: list[Row]
     fetched: list[_Item]
@@ -264,7 +271,7 @@ class _Placer:
     def plan(self) -> DevicePlan:
         if self.main not in self.limits:
             raise ValueError(
-                f"max_memory={dict(self.limits)} has no device to run on. Name 'cpu' or the number of a GPU, with a "
+                f"max_memory={dict(self.limits)} has no device to run on. Add 'cpu' or the number of a GPU, with a "
                 "limit above 0."
             )
         placed, reserved = self._place(0), 0
@@ -274,7 +281,7 @@ class _Placer:
         return DevicePlan(device_map, placed.rows, self.limits, self.main, reserved, placed.buffers)
 
     def _with_fetch_space(self) -> tuple[_Placed, int]:
-        """Keep only as much of the main device free as the largest part that must then be fetched needs."""
+        """Place the parts, keeping only enough space free on the main device to fetch the largest offloaded part."""
         limit, buffers = self.limits[self.main], 0
         parts = _smallest(_Item("", self.model), self.atoms)
         for reserved in sorted({self._fetch_bytes(part) for part in parts}):
@@ -291,19 +298,19 @@ class _Placer:
         size = self._fetch_bytes(largest)
         if size <= limit:
             raise ValueError(
-                f"max_memory={{{self.main!r}: {int(limit)}}} is too small: the buffers of offloaded parts stay there "
-                f"and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
+                f"max_memory={{{self.main!r}: {int(limit)}}} is too small, because the buffers of offloaded parts stay "
+                f"there and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(
             f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
             f"{messages.size(size)} that {largest.name!r} ({type(largest.module).__name__}) needs to be fetched"
             f"{'' if self.main == 'cpu' else ' while the previous part runs'}. Give {self.main!r} at least "
-            f"{size} bytes, load in a smaller dtype, or name smaller blocks in no_split_module_classes."
+            f"{size} bytes, load in a smaller dtype, or choose smaller blocks in no_split_module_classes."
         )
 
     def _fetch_bytes(self, item: _Item) -> int:
-        """Bytes to keep free for fetching a part: twice its size on an accelerator, to hold the running part too."""
+        """Return the bytes needed to fetch a part: on an accelerator, twice its size, to hold the running part too."""
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
     def _place(self, kept: float) -> _Placed:
@@ -344,7 +351,7 @@ class _Placer:
         room: dict[Device, float],
         order: list[Device],
     ) -> tuple[Device | None, str]:
-        """A device and the reason for it; the device is None if the part must be split."""
+        """Return a device and the reason for choosing it; the device is None if the part must be split."""
         size = self.sizes.sum(new)
         if ids and not new:
             device, other = homes[next(one for one in self.sizes.bytes if one in ids)]
@@ -358,8 +365,8 @@ class _Placer:
                 return None, ""
             full.append(f"{device} ({messages.size(max(0, room[device]))} left)")
         raise ValueError(
-            f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) does not fit on any device: there is "
-            f"no room on {', '.join(full)}. Raise the limits in max_memory."
+            f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) does not fit on any device, because "
+            f"there is no room on {', '.join(full)}. Raise the limits in max_memory."
         )
 
 
@@ -371,7 +378,7 @@ def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
 def _balanced(
     model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
 ) -> dict[Device, float]:
-    """The limits, lowered to an even share plus one part on every accelerator but the last."""
+    """Lower the limits of all accelerators except the last to an even share plus one part."""
     several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
     if len(several) < 2:
         return limits
@@ -386,7 +393,7 @@ def _balanced(
 
 
 def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
-    """The ids of modules that must not be split although they contain modules."""
+    """Return the ids of modules that must not be split even though they contain modules."""
     fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
     asked = bool(no_split_module_classes)
     if no_split_module_classes is None:
@@ -410,7 +417,7 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
 def _key(device: Any) -> Device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise ValueError(
-            f"max_memory names the device {device!r}. Pass a number, 'cpu', 'disk', or a name such as 'cuda:0'."
+            f"max_memory has an invalid device {device!r}. Use a number, 'cpu', 'disk', or a name such as 'cuda:0'."
         )
     if isinstance(device, int):
         return device

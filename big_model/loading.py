@@ -1,4 +1,4 @@
-"""Load a model's weights from other tools' files: one file, several with an index, or a folder of either."""
+"""Loads a model's weights from other tools' files: one file, several files with an index, or a folder of either."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Loaded(NamedTuple):
     """Names that do not match after loading.
 
     Attributes:
-        missing_keys: names in the model that no file has.
-        unexpected_keys: names in the files that the model does not have.
+        missing_keys: names in the model that are in no file.
+        unexpected_keys: names in the files that are not in the model.
     """
 
     missing_keys: list[str]
@@ -51,30 +51,31 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load weights into a model, each directly to its device, and make the model run there. Returns the same object.
+    """Load each of a model's weights directly to its device, and make the model run there. Returns the same object.
 
     Args:
-        model: the model, usually created in :func:`init_empty_weights`.
+        model: the model, usually created inside :func:`init_empty_weights`.
         checkpoint: a ``.safetensors`` file, a file that torch saved, an index, or a folder with one of these.
-        device_map: a word for :func:`plan_device_map` or a map for :func:`dispatch_model`. None leaves all weights on
-            their devices and moves weights on the meta device to the CPU.
+        device_map: a name that :func:`plan_device_map` accepts, or a map for :func:`dispatch_model`. None leaves all
+            weights on their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see :func:`plan_device_map`.
-        offload_folder: folder for weights on disk whose dtype differs from their files; all others are read from their
-            files and need no folder.
-        offload_buffers: whether the buffers of offloaded parts are offloaded too.
-        dtype: dtype for floating-point tensors; None for the model's, or the file's if the model has no values.
-        offload_state_dict: accepted and ignored: at most one chunk is held in memory besides the model.
+        offload_folder: folder for weights with device ``"disk"`` that need a different dtype than in their files; other
+            weights are read from their files and need no folder.
+        offload_buffers: whether to offload the buffers of offloaded parts too.
+        dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values.
+        offload_state_dict: accepted and ignored, because at most one chunk is in memory in addition to the model.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: classes whose instances are fetched as a unit; None for the classes that are not split.
+        preload_module_classes: classes whose instances are fetched as a unit; None means the classes that are not
+            split.
         force_hooks: whether to attach hooks even if everything is on one device.
         strict: whether missing and unexpected names are an error instead of a warning.
-        full_state_dict: accepted and ignored: each process reads the files.
-        broadcast_from_rank0: accepted and ignored: each process reads the files.
+        full_state_dict: accepted and ignored, because each process reads the files.
+        broadcast_from_rank0: accepted and ignored, because each process reads the files.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.
-        ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is impossible.
+        ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is invalid.
         RuntimeError: names do not match (``strict``), or a tensor has no values.
 
     Example:
@@ -85,7 +86,7 @@ def load_checkpoint_and_dispatch(
     if is_noting():
         raise RuntimeError(
             f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
-            "here a strategy is about to shard them. Call load_checkpoint_in_model(model, checkpoint)."
+            "here a strategy is about to shard the model. Call load_checkpoint_in_model(model, checkpoint) instead."
         )
     weight_files(Path(checkpoint))  # raises before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
@@ -113,7 +114,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """The dtypes that tensors on the meta device will get: the dtype in the first file that has the tensor."""
+    """Return the dtype that each tensor on the meta device will get: that of the first file with the tensor."""
     empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     found: dict[str, torch.dtype] = {}
     for file in weight_files(Path(checkpoint)) if empty else ():
@@ -142,19 +143,21 @@ def load_checkpoint_in_model(
 ) -> Loaded:
     """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
-    Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory besides the model. A
-    tensor on ``"disk"`` is not copied at all: it stays mapped from its file. Code that a file refers to is never run.
+    Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory in addition to the model.
+    A tensor on ``"disk"`` is not copied at all, but stays mapped from its file. Code that a file refers to is never
+    run.
 
     If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. If parameters are
-    already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its shards. In
-    ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: they only get
-    a note of their file, which is read after the model has been sharded. Names and shapes are checked immediately. If
-    the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this.
+    already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its own shards. In
+    ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: each gets
+    only a note that names its file, which is read after the model has been sharded. Names and shapes are checked
+    immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this.
 
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
-    whose name contains one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False: Paceline has
-    no 8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0`` are accepted and ignored.
+    whose names contain one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False, because
+    Paceline does not support 8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
+    are accepted and ignored.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.
@@ -162,7 +165,10 @@ def load_checkpoint_in_model(
         RuntimeError: with ``strict``, names are missing or unexpected.
     """
     if offload_8bit_bnb:
-        raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
+        raise NotImplementedError(
+            "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because Paceline has no 8-bit weights. "
+            "Leave out offload_8bit_bnb."
+        )
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:
         raise ValueError(f"dtype={wanted} would round weights to integers. Pass a floating-point dtype, or None.")
@@ -194,7 +200,7 @@ def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
 
 
 class _Filler:
-    """Sets the values of a model's tensors; a tied tensor is set once, under all its names."""
+    """Sets the values of a model's tensors; a tied tensor is set only once, under all its names."""
 
     def __init__(
         self,
@@ -263,8 +269,8 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file has {value.dtype}, and there is no folder for "
-                f"the converted values. Pass offload_folder=..., or dtype={value.dtype}."
+                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and no folder for the "
+                f"converted values was given. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])
@@ -279,7 +285,7 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
     if own.shape != value.shape:
         raise ValueError(
             f"{name} has the shape {tuple(value.shape)} in {file.name!r}, but {tuple(own.shape)} in "
-            f"{type(model).__name__}. Build the model with the arguments it had when its weights were saved."
+            f"{type(model).__name__}. Create the model with the same arguments as when its weights were saved."
         )
 
 
@@ -290,8 +296,8 @@ def _report(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
         return
     text = f"The names in {str(path)!r} do not all match {type(model).__name__}: {differences}."
     if strict:
-        raise RuntimeError(f"{text} Build the model that the weights were saved from, or load with strict=False.")
-    messages.warn(f"{text} Missing weights keep their current values, or get their layer's initial values.")
+        raise RuntimeError(f"{text} Create the same model that the weights were saved from, or use strict=False.")
+    messages.warn(f"{text} Missing weights keep their current values or are initialized by their layers.")
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Give layers on the meta device memory and their initial values, one layer at a time."""
+"""Allocates and initializes layers on the meta device, one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> list[str]:
-    """Fill all tensors on the meta device; see :class:`Materializer`. Returns the names of tensors without values."""
+    """Fill all tensors on the meta device; return the names of those left without values. See :class:`Materializer`."""
     materializer = Materializer(root, device, noted)
     for name, part in bottom_up(root):
         materializer.fill(name, part)
@@ -29,15 +29,16 @@ class Materializer:
     """Fills tensors on the meta device, module by module, children first.
 
     A module's own ``reset_parameters`` sets the initial values, followed by ``_init_weights(module)`` of the nearest
-    enclosing module that has this method. Constructors fill their layers in the same order, children first. So the
-    random numbers and the initial values are the same as in a process that created the layers with memory. They differ
-    if a constructor fills (or copies) its children again and none of these methods does the same.
+    enclosing module that has this method. Constructors fill their layers in the same order, children first. The random
+    numbers and the initial values are therefore the same as in a process that created the layers with memory. They
+    differ if a constructor fills (or copies) its children again and none of these methods does the same.
 
-    Tensors that have values, or get them from elsewhere, do not change, and no random numbers are drawn for them.
+    Tensors that already have values, or get them from elsewhere, do not change, and no random numbers are drawn for
+    them.
 
     Args:
-        root: the module; creating this object does not change it.
-        device: device on which memory is allocated.
+        root: the module; creating this object does not change the module.
+        device: device on which to allocate memory.
         noted: ids of parameters that stay on the meta device, because their values come from elsewhere.
 
     Attributes:
@@ -60,7 +61,7 @@ class Materializer:
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
-        #: The empty tensor (kept alive) and the new one (a weak ref: sharding replaces it), by the empty tensor's id.
+        #: By the empty tensor's id: the empty tensor (kept alive) and a weak ref to the new one (sharding replaces it).
         self._made: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
         self._find_fillers(root, None)
 
@@ -73,7 +74,7 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Give memory and values to ``module``'s own tensors that have none."""
+        """Allocate and fill those of ``module``'s own tensors that have no values."""
         own = _own_tensors(module)
         empty = {key for key, value in own if value.is_meta and (id(module), key) not in self._given}
         if not empty:
@@ -92,7 +93,7 @@ class Materializer:
 
     @contextmanager
     def _values_hidden(self, module: nn.Module) -> Iterator[None]:
-        """Context that replaces tensors with values by empty ones, so that initializers cannot change them."""
+        """Context manager that hides tensors with values behind empty ones, so that initializers cannot change them."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
             for held in (own_parameters(owner), own_buffers(owner)):
@@ -109,7 +110,7 @@ class Materializer:
                 held[key] = value
 
     def _take_memory(self, module: nn.Module, keys: Collection[str]) -> None:
-        """Like ``to_empty``, but tied parameters stay tied, and sentinel values mark tensors that are never filled."""
+        """Allocate memory like ``to_empty``, but keep parameters tied and use sentinels to detect unfilled tensors."""
         for held in (own_parameters(module), own_buffers(module)):
             for key, value in held.items():
                 if value is None or key not in keys:
@@ -135,7 +136,7 @@ def _with_sentinel(tensor: Tensor) -> Tensor:
 
 
 def has_sentinel(tensor: Tensor) -> bool:
-    """Whether an element still has the sentinel value; bool tensors have none and always count as unfilled."""
+    """Return True if an element still has the sentinel value; bool tensors always count as unfilled."""
     if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():

@@ -1,4 +1,4 @@
-"""Find a module's repeated blocks, and walk its modules from the bottom up."""
+"""Finds a module's repeated blocks, and walks its modules from the bottom up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, children before their parent: the order in which layers are usually created."""
+    """Yield every module once, children before parents, which is the order in which layers are usually created."""
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -28,9 +28,9 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
-    """Blocks, by name: modules in containers whose class occurs at least twice in containers.
+    """Return the blocks by name: modules in containers, if containers hold at least two modules of the same class.
 
-    Modules inside a block belong to that block, even if they repeat there (layers in its own containers, experts).
+    Modules inside a block belong to that block, even if they repeat there (such as experts).
     """
     elements: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -49,5 +49,5 @@ def of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Keep only the modules that are not inside another one of them."""
+    """Keep only the modules that are not inside another one of the given modules."""
     return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}

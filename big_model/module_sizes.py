@@ -1,4 +1,4 @@
-"""Compute the sizes of a model's parts in bytes, and find its tied parameters."""
+"""Computes the sizes of a model's parts in bytes, and finds its tied parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def size_in_bytes(size: int | str, what: str) -> int:
-    """``"10GB"`` -> 10,000,000,000; ``"10GiB"`` -> 10,737,418,240.
+    """Convert a size to bytes: ``"10GB"`` gives 10,000,000,000, and ``"10GiB"`` gives 10,737,418,240.
 
-    ``what`` is the argument's name in the error.
+    ``what`` is the argument's name in the error message.
 
     Raises:
-        ValueError: ``size`` is not a size.
+        ValueError: ``size`` is not a valid size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -28,15 +28,16 @@ def size_in_bytes(size: int | str, what: str) -> int:
     number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if number <= 0:
         raise ValueError(
-            f"{what}={size!r} is not a size. Pass a number of bytes, or a string such as '5GB', '500MB' or '2GiB'."
+            f"{what}={size!r} is not a valid size. Pass a number of bytes, or a string such as '5GB', '500MB' or "
+            "'2GiB'."
         )
     return number
 
 
 class Sizes:
-    """The sizes of a model's tensors in bytes, in the dtypes in which they will be loaded.
+    """The sizes of a model's tensors in bytes, in the dtypes that they will be loaded in.
 
-    ``dtype`` and ``special_dtypes`` are as for :func:`compute_module_sizes`.
+    ``dtype`` and ``special_dtypes`` are the same as for :func:`compute_module_sizes`.
     """
 
     def __init__(
@@ -59,24 +60,24 @@ class Sizes:
         return tensor.numel() * (dtype or tensor.dtype).itemsize
 
     def within(self, module: nn.Module, recurse: bool = True) -> set[int]:
-        """The ids of the tensors in a module; each occurs once, even if it has several names."""
+        """Return the ids of the tensors in a module; each occurs once, even if the tensor has several names."""
         return {id(tensor) for _, tensor in named_tensors(module, recurse=recurse, buffers=self._buffers)}
 
     def of(self, module: nn.Module) -> int:
-        """Bytes of a module, including all submodules."""
+        """Return the size of a module in bytes, including all submodules."""
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
-        """Total bytes of the tensors with these ids."""
+        """Return the total size of the tensors with these ids, in bytes."""
         return sum(self.bytes[one] for one in ids)
 
 
 def named_tensors(
     module: nn.Module, recurse: bool = True, buffers: bool = True, persistent_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; tied tensors under each of their names.
+    """Yield parameters and buffers with their names; tied tensors occur under each of their names.
 
-    With ``persistent_only``, buffers that are not in the ``state_dict`` are excluded.
+    With ``persistent_only``, buffers that are not in the state dict are excluded.
     """
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     if buffers:
@@ -87,7 +88,7 @@ def named_tensors(
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter and buffer, by its id."""
+    """Return all names of each parameter and buffer, keyed by the tensor's id."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
         names.setdefault(id(tensor), []).append(name)
@@ -95,7 +96,7 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the buffers that are not in the ``state_dict``."""
+    """Return the names of the buffers that are not in the state dict."""
     return {
         f"{name}.{key}" if name else key
         for name, part in module.named_modules(remove_duplicate=False)
@@ -109,10 +110,10 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module (``""`` for the whole model) and each tensor of a model, by name.
+    """Return the size in bytes of each module (``""`` is the entire model) and each tensor of a model, by name.
 
-    ``dtype`` is the dtype for floating-point tensors; None means their current dtype. ``special_dtypes`` does the same
-    for single tensors, by name. With ``buffers_only`` parameters are excluded.
+    ``dtype`` is the dtype to assume for floating-point tensors; None means their current dtype. ``special_dtypes``
+    overrides it for individual tensors, by name. With ``buffers_only``, parameters are excluded.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}
@@ -129,7 +130,7 @@ def compute_module_sizes(
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of tied parameters, with one list per parameter."""
+    """Return the names of tied parameters, with one list of names per parameter."""
     names = names_of(model)
     return [sorted(names[id(one)]) for one in model.parameters() if len(names[id(one)]) > 1]
 
@@ -138,7 +139,7 @@ def as_dtype(dtype: Any) -> torch.dtype | None:
     """Convert a dtype's name (``"bfloat16"``, ``"torch.bfloat16"``) to a dtype; a dtype is returned unchanged.
 
     Raises:
-        ValueError: there is no dtype with that name.
+        ValueError: torch has no dtype with that name.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype

@@ -1,4 +1,4 @@
-"""Offload weights to a folder on disk, and read them back."""
+"""Offloads weights to a folder on disk, and reads them back."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def offload_weight(
     index: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Write a tensor's bytes to a file in a folder. The file appears complete or not at all.
+    """Write a tensor's bytes to a file in a folder atomically, creating the folder if it does not exist.
 
-    Creates the folder if it does not exist. Returns ``index`` with a new entry for the tensor's dtype and shape.
+    Returns ``index`` with a new entry for the tensor's dtype and shape.
 
     Raises:
         OSError: the file could not be written.
@@ -72,7 +72,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a ``state_dict`` to a folder, with an index."""
+    """Write all tensors of a state dict to a folder, with an index."""
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
@@ -80,7 +80,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """A tensor that :func:`offload_weight` wrote, mapped into memory.
+    """Map into memory a tensor that :func:`offload_weight` wrote to a file.
 
     Raises:
         ValueError: the file's size does not match the index.
@@ -91,7 +91,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if path.stat().st_size != expected:
         raise ValueError(
             f"{str(path)!r} has {path.stat().st_size} bytes, but a {dtype} tensor of shape {shape} has {expected}. "
-            "The folder was changed or belongs to another model: offload the weights again."
+            "The folder was changed or belongs to another model. Offload the weights again."
         )
     return map_file(path, dtype, shape)
 
@@ -111,14 +111,14 @@ class Stored(NamedTuple):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Tensors by name, from a ``state_dict`` in memory and from files, which are mapped on first use.
+    """A mapping from names to tensors, which are in a state dict or in files that are mapped on first use.
 
     Args:
         state_dict: tensors in memory.
         save_folder: a folder that :func:`offload_state_dict` wrote.
         index: entries of the folder's index, or ``{"safetensors_file": path, "weight_name": name}`` for a tensor in a
             safetensors file; None reads the folder's index.
-        device: accepted and ignored: tensors are on the CPU.
+        device: accepted and ignored; tensors are on the CPU.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return found.value.to(found.dtype)
 
     def stored(self, key: str) -> Stored:
-        """A tensor as it is stored, before conversion to the dtype that the index asks for."""
+        """Return a tensor as it is stored, before it is converted to the dtype in the index."""
         if key in self.state_dict:
             value = self.state_dict[key]
             return Stored(value, value.dtype, in_file=False)
@@ -155,17 +155,18 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return Stored(value, as_dtype(entry.get("dtype")) or value.dtype, in_file=True)
 
     def _map(self, file: Path, name: str) -> Tensor:
-        """A tensor from a file; the file is mapped once for all its tensors.
+        """Return a tensor from a file, which is mapped once for all its tensors.
 
-        If the same tensor is requested twice, the file is mapped again, so that changing one does not change the other.
+        If the same tensor is requested twice, the file is mapped again, so that changing one of them does not change
+        the other.
         """
         if name not in self._unread.get(file, ()):
             self._unread[file] = dict(tensors_of_safetensors(file))
         if name not in self._unread[file]:
             near = messages.did_you_mean(name, self._unread[file])
             raise ValueError(
-                f"The index of offloaded weights expects {name!r} in {str(file)!r}, which does not have it.{near} "
-                "The file was changed or belongs to another model: create the index again."
+                f"The index of offloaded weights expects {name!r} in {str(file)!r}, which does not contain it.{near} "
+                "The file was changed or belongs to another model. Create the index again."
             )
         return self._unread[file].pop(name)
 
@@ -177,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The tensors in a mapping whose names begin with a prefix, by their names without the prefix."""
+    """A view of the tensors in a mapping whose names begin with a prefix; the prefix is removed from the names."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

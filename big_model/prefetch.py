@@ -1,4 +1,4 @@
-"""Fetch offloaded weights to the device that runs them, one part of the model ahead of the computation."""
+"""Fetches offloaded weights to the device where they are used, one part of the model ahead of the computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 16 * 2**20
 
 
 class _Fetched(NamedTuple):
-    """A tensor's values while it is in use (None: the stored ones), and its version when they were read."""
+    """A tensor's values while it is in use (None means the stored values), and its version when they were read."""
 
     values: Tensor | None
     version: int | None
@@ -26,8 +26,8 @@ class _Fetched(NamedTuple):
 class _OffloadedTensor:
     """An offloaded tensor that is fetched to its device when it is needed.
 
-    A tensor that is mapped from a file, and that the CPU can compute with, is used in place: fetching it reads its
-    pages, leaving it frees them. Any other tensor is copied. Between uses, the tensor's ``data`` is on disk or in host
+    A tensor that is mapped from a file, and that the CPU can compute with, is used in place: ``fetch`` reads its pages,
+    and ``leave`` frees them. Any other tensor is copied. Between uses, the tensor's ``data`` is on disk or in host
     memory.
     """
 
@@ -47,7 +47,7 @@ class _OffloadedTensor:
         self._fetched = _Fetched(None, 0)
 
     def fetch(self) -> _Fetched:
-        """Read the tensor, and copy it if it cannot be used where it is stored. May be called in another thread."""
+        """Read the tensor, and copy it if it cannot be used where it is stored. Any thread may call this."""
         version = change_count(self.tensor)
         if not self.copied:
             if self.mapped:
@@ -71,7 +71,7 @@ class _OffloadedTensor:
             self.tensor.data = fetched.values
 
     def leave(self) -> None:
-        """Save changes that were made while the tensor was in use, and set it to its stored values again."""
+        """Save changes that were made while the tensor was in use, and switch it back to its stored values."""
         (values, version), self._fetched = self._fetched, _Fetched(None, 0)
         if values is not None:
             if not _same_memory(self.tensor.data, values):  # its data was replaced
@@ -96,7 +96,7 @@ class _OffloadedTensor:
             self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
-        """Set the tensor to values that can be used without :meth:`enter` from now on."""
+        """Set the tensor to values that can be used without calling :meth:`enter` from now on."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 
@@ -106,7 +106,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Part:
-    """Tensors that are fetched and freed together: a block, or a layer outside of blocks.
+    """Tensors that are fetched and freed together: those of a block, or of a layer outside blocks.
 
     ``fetcher`` is shared by all parts of a model.
     """
@@ -132,14 +132,14 @@ class Part:
         self._depth += 1
 
     def leave(self) -> None:
-        """Save values that were changed while the part ran, and free the memory."""
+        """Save values that were changed while the part ran, and free the part's memory."""
         self._depth -= 1
         if not self._depth:
             for tensor in self._tensors:
                 tensor.leave()
 
     def fetch(self) -> list[_Fetched]:
-        """Fetch the values for :meth:`enter`. Called in the fetcher's thread."""
+        """Fetch the values for :meth:`enter`. The fetcher's thread calls this."""
         return [tensor.fetch() for tensor in self._tensors]
 
     def give_back(self) -> None:
@@ -171,8 +171,8 @@ class Fetcher:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A model with offloaded weights cannot be copied or pickled: its weights are mapped from files. Save it "
-            "(model.state_dict() reads them), or call remove_hook_from_submodules(model) first."
+            "A model with offloaded weights cannot be copied or pickled, because its weights are mapped from files. "
+            "Save model.state_dict(), which reads the weights, or call remove_hook_from_submodules(model) first."
         )
 
     def start(self) -> None:
@@ -184,13 +184,13 @@ class Fetcher:
         if self._running and self._runner != threading.get_ident():
             raise RuntimeError(
                 "A model with offloaded weights was called while it was running in another thread, but its weights are "
-                "fetched and freed as it runs. Call it in one thread at a time."
+                "fetched and freed as it runs. Call the model from only one thread at a time."
             )
         self._runner = threading.get_ident()
         self._running += 1
 
     def stop(self) -> None:
-        """Record that the model has run, and stop prefetching, because weights may change before the next run."""
+        """Record that the model has finished, and stop prefetching, because weights may change before the next run."""
         self._running -= 1
         if not self._running:
             self._last = None
@@ -206,7 +206,7 @@ class Fetcher:
             self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
-        """Return a part's fetched tensors, and remember that it follows the part that was taken before it."""
+        """Return a part's fetched tensors, and record that this part follows the previously taken one."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part

@@ -1,4 +1,4 @@
-"""Load weights into a sharded model: each process copies its own shards from the files."""
+"""Loads weights into a sharded model: each process copies its own shards from the files."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ HOLDER = "_paceline_fsdp"
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor. Does not import DTensor: if it was never imported, the tensor cannot be one."""
+    """Return True if a tensor is a DTensor, without importing DTensor (if nothing has imported it, none can exist)."""
     torch_tensors = sys.modules.get("torch.distributed.tensor")
     return torch_tensors is not None and isinstance(tensor, torch_tensors.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor; the tensor itself if it is not sharded."""
+    """Return this process's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """This process's shard of a full tensor that is sharded like ``like``; a view if the shard is contiguous.
+    """Return the shard that this process would hold if a full tensor were sharded like ``like``.
+
+    The result is a view if the shard is contiguous.
 
     Raises:
         NotImplementedError: torch would shard it differently from ``like``.
@@ -51,15 +53,15 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
     if part.shape != held.shape:
         raise NotImplementedError(
             f"A tensor of shape {tuple(like.shape)} is sharded as {like.placements} on a mesh of shape "
-            f"{tuple(like.device_mesh.shape)}: this process has a shard of shape {tuple(held.shape)}, but torch "
-            f"{torch.__version__} would give it {tuple(part.shape)}. Choose sizes that are divisible by the number of "
-            "processes."
+            f"{tuple(like.device_mesh.shape)}. This process has a shard of shape {tuple(held.shape)}, but torch "
+            f"{torch.__version__} would give it shape {tuple(part.shape)}. Choose sizes that are divisible by the "
+            "number of processes."
         )
     return part
 
 
 def _indices(like: DTensor, dim: int) -> Tensor:
-    """The indices along a dimension that this process holds, as torch distributes them; a 1-D tensor."""
+    """Return the indices that torch assigns to this process along a dimension, as a 1-D tensor."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def along(placement: Any) -> Any:
@@ -85,8 +87,8 @@ def _pick(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
 def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) -> None:
     """Copy a value, or this process's shard of it, into ``own``.
 
-    Floating-point values are first converted to ``dtype``; None means the dtype of ``own``. Frees the pages that were
-    read.
+    Floating-point values are first converted to ``dtype``; None means the dtype of ``own``. Pages that were read are
+    freed.
     """
     whole = value
     if in_parts(own):
@@ -100,10 +102,10 @@ def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) ->
 def fill_parts(
     model: nn.Module, names: list[str], own: DTensor, value: Tensor, dtype: torch.dtype | None, pages: Pages
 ) -> None:
-    """Set the value of a sharded parameter under all its names; a parameter on the meta device gets memory.
+    """Set a sharded parameter's value under all its names, allocating memory if it is on the meta device.
 
     Raises:
-        ValueError: ``dtype`` differs from the parameter's dtype, in which it is gathered.
+        ValueError: ``dtype`` differs from the parameter's dtype, in which its shards are gathered.
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype
@@ -114,20 +116,20 @@ def fill_parts(
         own = made  # type: ignore[assignment]
     elif dtype is not None and value.is_floating_point() and own.dtype != dtype:
         raise ValueError(
-            f"load_checkpoint_in_model(dtype={dtype}): {names[0]} is {own.dtype} and already sharded, and its shards "
+            f"load_checkpoint_in_model(dtype={dtype}): {names[0]} is already sharded as {own.dtype}, and its shards "
             "are gathered in that dtype. Convert the model before it is sharded (call model.to(dtype) before "
-            "prepare()), or omit dtype."
+            "prepare()), or leave out dtype."
         )
     fill(own, value, dtype, pages)
 
 
 def memory_for(own: Tensor, device: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialized memory for a tensor on the meta device, or for this process's shard of it."""
+    """Allocate uninitialized memory for a tensor on the meta device, or for this process's shard of it."""
     return torch.empty_like(own, device=device, dtype=dtype or own.dtype)
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard a model's parameters, because some stay gathered after a forward pass without a backward pass."""
+    """Reshard a model's parameters, because some stay unsharded after a forward pass without a backward pass."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in model.modules():
         for part in (module, vars(module).get(HOLDER)):
@@ -137,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Context that raises an error from one process on all processes that share the sharded model."""
+    """Context manager that raises one process's error on all processes that share the sharded model."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
@@ -165,7 +167,7 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
 
 
 def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
-    """Raise this process's error, or an error that reports another process's error."""
+    """Raise this process's error or, if only another process failed, an error that reports its failure."""
     if problem is not None:
         raise problem
     for text in filter(None, problems):
@@ -173,7 +175,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Call ``work`` on this process. If it fails on any process, raise on all of them, so that none keeps waiting.
+    """Call ``work`` on this process. If it fails on any process, raise on all of them, so that none waits forever.
 
     ``gather`` returns the values that all processes pass to it.
     """

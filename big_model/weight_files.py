@@ -1,4 +1,4 @@
-"""Find the files with a model's weights, and map their tensors into memory."""
+"""Finds the files with a model's weights, and maps their tensors into memory."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from torch import Tensor
 
 from .. import messages
 
-#: File names for a whole model's weights in a folder; the first one that exists is used.
+#: Names of files that hold all of a model's weights; the first one that exists in the folder is used.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Bytes that reading one page may load: the largest block that systems use for a file's pages.
+#: Bytes that reading one page may load: the largest block that operating systems use for a file's pages.
 _AROUND = 2 * 2**20
-#: Bytes to copy before freeing the pages that they came from.
+#: Number of bytes to copy before freeing the pages that they came from.
 _CHUNK = 16 * 2**20
-#: Address alignment for bit-identical matrix products: CPU kernels sum in a different order if a matrix does not begin
-#: at such a boundary (seen with oneMKL for float32 and float64). Torch aligns its own memory this way.
+#: Address alignment for bit-identical matrix products. CPU kernels sum in a different order if a matrix does not begin
+#: at such a boundary (seen with oneMKL for float32 and float64). Torch aligns its own memory in the same way.
 ALIGNMENT = 64
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with a model's weights.
+    """Return the files with a model's weights.
 
     Raises:
-        FileNotFoundError: there are none, or an index names a file that does not exist.
+        FileNotFoundError: there are no weights, or an index names a file that does not exist.
         ValueError: the index cannot be read.
     """
     if path.is_dir():
@@ -47,8 +47,8 @@ def weight_files(path: Path) -> list[Path]:
     if not path.exists():
         near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise FileNotFoundError(
-            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Pass a local file or folder; nothing is "
-            "downloaded."
+            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Pass a local file or folder, because "
+            "nothing is downloaded."
         )
     if path.suffix != ".json":
         return [path]
@@ -56,14 +56,14 @@ def weight_files(path: Path) -> list[Path]:
         names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(path)!r} is not an index of weights ({type(error).__name__}: {error}). An index is JSON with a "
-            "'weight_map' from names to files. Download or write it again, or pass a single weight file."
+            f"{str(path)!r} is not a valid weight index ({type(error).__name__}: {error}). An index is a JSON file "
+            "with a 'weight_map' from names to files. Download or write it again, or pass a single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, {len(missing)} of them missing: "
-            f"{', '.join(map(str, missing[:5]))}. Copy them to its folder."
+            f"The index {str(path)!r} names {len(names)} files, but {len(missing)} of them could not be found: "
+            f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]
 
@@ -77,14 +77,14 @@ def _in_folder(path: Path) -> str:
     if not chosen:
         contents = f"which contains {', '.join(entries[:10])}" if entries else "which is empty"
         raise FileNotFoundError(
-            f"There are no weights of a single model in {str(path)!r}, {contents}. Pass the file, or a folder with "
+            f"Cannot tell which weights to load from {str(path)!r}, {contents}. Pass a weight file, or a folder with "
             f"{' or '.join(map(repr, _NAMES))} or an index (.index.json)."
         )
     return chosen[0]
 
 
 def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a file by name, mapped into memory: a page is read when it is first accessed.
+    """Yield the names and tensors in a file, mapped into memory so that each page is read on first access.
 
     Changes to a tensor stay in memory and are never written to the file.
 
@@ -105,7 +105,7 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(state, dict):
         kind = type(state).__name__
         raise ValueError(
-            f"{str(file)!r} contains a {kind}, not a dict of tensors by name. Save the model's state_dict()."
+            f"{str(file)!r} contains a {kind}, not a dict that maps names to tensors. Save the model's state_dict()."
         )
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -113,14 +113,14 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a safetensors file, whatever its file name; see :func:`mapped_tensors`."""
+    """Yield the tensors in a safetensors file, regardless of its file name; see :func:`mapped_tensors`."""
     with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             yield name, opened.get_tensor(name)
 
 
 def kinds_and_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """The dtype (in the format's own naming) and shape of each tensor, from a safetensors file's header."""
+    """Return each tensor's dtype (in the format's own naming) and shape from a safetensors file's header."""
     with _opened(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
@@ -140,19 +140,19 @@ def _opened(file: Path) -> Iterator[Any]:
 def _damaged(file: Path, error: Exception) -> ValueError:
     why = str(error).splitlines()[0] if str(error) else repr(error)
     return ValueError(
-        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or has a different format. Download "
+        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or in a different format. Download "
         "or write it again."
     )
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the CPU gets bit-identical results from a tensor and from a copy of it in torch's own memory."""
+    """Return True if the CPU gets bit-identical results from a tensor and from a copy in torch's own memory."""
     computed = tensor.is_floating_point() or tensor.is_complex()
     return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
 
 def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file into memory that contains only one tensor's bytes."""
+    """Map a file that contains only one tensor's bytes into memory."""
     size = torch.Size(shape).numel()
     if not size:
         return torch.empty(shape, dtype=dtype)
@@ -160,7 +160,7 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor whose memory returns to the system as soon as it is freed.
+    """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
 
     A normal allocator may keep freed memory in each of its threads, which can add up to several tensors.
     """
@@ -177,7 +177,7 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
     """Copy a tensor from a mapped file to a target on any device and in any dtype; free the pages that were read.
 
-    ``pages`` are the mapped files; pass the same object if you copy many tensors. None looks them up now.
+    ``pages`` describes the mapped files. Pass the same object when you copy many tensors; None looks the files up.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)
@@ -192,17 +192,17 @@ def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> Non
 
 
 class Pages:
-    """Knows the memory that is currently mapped from files, and frees its pages.
+    """Finds the memory that is currently mapped from files, and frees its pages.
 
-    Only mapped memory may be freed: the system would fill any other memory with zeros. On systems other than Linux no
-    mapped memory is known, and pages stay until memory runs short.
+    Only mapped memory may be freed, because the system would fill any other memory with zeros. On systems other than
+    Linux, mapped memory cannot be found, so pages stay until memory runs short.
     """
 
     def __init__(self) -> None:
         self._ranges = _mapped_ranges()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies entirely in a mapped file."""
+        """Return True if a tensor lies entirely in a mapped file."""
         return self._range_of(tensor) is not None
 
     def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -216,8 +216,8 @@ class Pages:
 
         Args:
             tensor: any tensor.
-            around: whether to also free pages before and after it, because the system may have read them with it. No
-                tensor there may be written to at the same time.
+            around: whether to also free the pages before and after the tensor, which the system may have read with it.
+                Tensors on those pages must not be written to at the same time.
         """
         mapped = self._range_of(tensor)
         if mapped is None:
@@ -231,29 +231,29 @@ class Pages:
 
 
 def _drop(start: int, end: int) -> None:
-    """Free whole pages that are known to be mapped from a file; frees none of them if one was written to."""
+    """Free full pages that are known to be mapped from a file; free none of them if one was written to."""
     if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
 
 def advise_needed(tensor: Tensor) -> None:
-    """Load the pages of a tensor that is known to be mapped from a file. Blocks, without holding the GIL."""
+    """Load the pages of a tensor that is known to be mapped from a file. Blocks without holding the GIL."""
     start, end = _span(tensor)
     start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and the address after its last byte; it must not be empty."""
+    """Return the addresses of a non-empty tensor's first byte and of the byte after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _is_as_in_file(start: int, end: int) -> bool:
-    """Whether no page has been written to since it was mapped; a written page belongs to the process, not to the file.
+    """Return True if no page has been written to since it was mapped; a written page is private to the process.
 
-    This asks the system, because torch does not notice every change: writing through ``.data`` or numpy, or updating
-    batch statistics, does not change a tensor's version. Returns False if the system does not say.
+    Asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating batch
+    statistics, does not change a tensor's version. Returns False if the system gives no answer.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -276,7 +276,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """The address ranges of mapped files; a file that the system lists in several pieces becomes one range."""
+    """Return the address ranges of mapped files; a file that the system lists in several pieces becomes one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []

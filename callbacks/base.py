@@ -1,10 +1,11 @@
-"""The hooks of a run: when and on which ranks each is called, what it may do, and the order of all hooks.
+"""The callback hooks: when and on which ranks each one is called, what it may do, and in which order they run.
 
-``FIT_PSEUDO_CODE`` shows the order of a fit. It is Python: a test runs it with recorders in place of the hooks and
-compares the result with recorded runs, so it cannot drift from the code. One line calls a hook on everything that
-defines it: first the callbacks in their order, then the module. For ``setup``, ``teardown`` and ``prepare_data`` the
-``DataModule`` comes before both. There is one exception: callbacks that monitor metrics (``ModelCheckpoint``,
-``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values it logs there.
+``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is Python code: a test runs it with recorders in place of
+the hooks and compares the result with recorded runs, so it cannot drift from the implementation. Each line calls a hook
+on everything that defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown`` and
+``prepare_data``, the ``DataModule`` comes before both. There is one exception: callbacks that monitor metrics
+(``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values that
+it logs there.
 
 When batches are prefetched (on a GPU, or when a loader has no length), the three transfer hooks run one batch ahead.
 """
@@ -91,20 +92,20 @@ def transfer_batch():
     transfer_batch_to_device()
     on_after_batch_transfer()
 """
-"""A fit, hook by hook.
+"""The hooks of a fit, in the order of their calls.
 
-After an exception or Ctrl-C, ``on_exception`` and ``teardown`` run; then the exception is raised to the caller.
+After an exception or Ctrl-C, ``on_exception`` and ``teardown`` run; then the exception propagates to the caller.
 
-``test`` and ``predict`` follow ``validate``, with their own hook names, between ``setup`` and ``teardown``.
+``test`` and ``predict`` work like ``validate``, with their own hook names, and run between ``setup`` and ``teardown``.
 """
 
 
 class Callback:
     """Base class of all callbacks. Define the hooks you need and pass an instance to ``Trainer(callbacks=)``.
 
-    A hook that you do not define costs nothing: the trainer checks once, when a run starts. A hook counts as defined if
-    your class or the instance has it; an instance attribute of ``None`` means "not defined". A misspelled hook name or
-    a wrong signature is an error when the run starts.
+    A hook that you do not define costs nothing, because the trainer looks for it only once, when a run starts. A hook
+    counts as defined if your class or the instance has it; an instance attribute of ``None`` means "not defined". A
+    misspelled hook name or a wrong signature is an error when the run starts.
 
     Unless its docstring says otherwise, a hook runs on every rank, may read everything, may set
     ``trainer.should_stop = True``, and must not call a collective on only some ranks.
@@ -116,35 +117,35 @@ class Callback:
     """Whether this callback's ``on_train_epoch_end`` runs after the module's, when all metrics are known."""
 
     runs_first: bool = False
-    """Whether this callback comes before all others, so that they see its changes."""
+    """Whether this callback runs before all others, so that they see its changes."""
 
     runs_last: bool = False
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
 
     limits_training: bool = False
-    """Whether this callback stops the training by itself, so that it needs neither ``max_epochs`` nor ``max_steps``."""
+    """Whether this callback stops training by itself, so that neither ``max_epochs`` nor ``max_steps`` is needed."""
 
     skips_together: bool = False
-    """Whether this callback's :meth:`around_training_step` judges each loss and skips a batch on all ranks or on none.
+    """Whether :meth:`around_training_step` of this callback checks each loss and skips a batch on all ranks or on none.
 
-    ``training_step`` may then return None on some ranks, and no other check warns about a loss that is not finite.
+    If so, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
     _logs_in: TrainingModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a number, with the arguments of ``TrainingModule.log``, as if the module's hook of that name did."""
+        """Log a number as if from the module's hook of the same name. Takes the arguments of ``TrainingModule.log``."""
         self._logging_module(name).log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log every entry of a dict, with the arguments of ``TrainingModule.log_dict``."""
+        """Log every entry of a dict. Takes the arguments of ``TrainingModule.log_dict``."""
         self._logging_module(", ".join(map(str, dictionary))).log_dict(dictionary, *args, **kwargs)
 
     def _logging_module(self, names: str) -> TrainingModule:
         if self._logs_in is None:
             raise RuntimeError(
-                f"{type(self).__name__}.log({names!r}) was called outside of a run, so there is no module to log in. "
-                "Call it in a hook of the callback."
+                f"{type(self).__name__}.log({names!r}) was called outside of a run, so there is no module to log to. "
+                "Call it in one of the callback's hooks."
             )
         return self._logs_in
 
@@ -158,7 +159,7 @@ class Callback:
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def _undefine(self, base: type, *hooks: str) -> None:
-        """Disable hooks of ``base`` that would do nothing on this instance. Hooks that a subclass overrides stay."""
+        """Disable hooks of ``base`` that would do nothing on this instance. Keep hooks that a subclass overrides."""
         for hook in hooks:
             if overridden(self, hook, base) is None:
                 setattr(self, hook, None)
@@ -166,21 +167,22 @@ class Callback:
     def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
         if not trainer.loggers:
             raise RuntimeError(
-                f"{type(self).__name__} has nowhere to send {values}: the Trainer has no logger (logger=False). "
-                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+                f"{type(self).__name__} has nowhere to send {values}, because the Trainer has no logger "
+                "(logger=False). Pass a logger, such as Trainer(logger=True), or remove the callback."
             )
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Called when fit, validate, test or predict begins, before the module's own ``setup``.
 
-        May add layers or data; must not assume the module is on its device. ``stage`` is the entry point's name.
+        May add layers or data; must not assume that the module is already on its device. ``stage`` is the name of the
+        entry point.
         """
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Called last, also after an exception. May release the callback's resources; must not raise."""
+        """Called last, even after an exception. May release the callback's resources; must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C ended the run early. May save; must not call a collective."""
+        """Called when an exception or Ctrl-C stops the run early. May save a checkpoint; must not call a collective."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called once per fit, when the module is on its device and the optimizers exist. May change either."""
@@ -195,10 +197,10 @@ class Callback:
         """Called after the sanity check. The values logged during the check are then discarded."""
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first epoch of a fit. When a fit resumes, the counters already show the resume position."""
+        """Called before the first epoch of a fit. When a fit resumes, the counters are already restored."""
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last epoch. Metrics are final. May save; must not train."""
+        """Called after the last epoch. Metrics are final. May save a checkpoint; must not train."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called at the start of each epoch, before its first batch is fetched. May change optimizers and loaders."""
@@ -220,8 +222,9 @@ class Callback:
         """Called after each training batch, including its optimizer and scheduler steps.
 
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is detached: scalar, shape (), not divided by
-        ``accumulate_grad_batches``. It is None if the batch was skipped. Gradients are already cleared: read them in
-        ``on_before_optimizer_step``. Must not wait for the device, because every step would pay for it.
+        ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already cleared, so
+        read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would slow down
+        every step.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
@@ -239,24 +242,29 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
-        Gradients are unscaled, complete and averaged over ranks. Read or change gradients (norms, noise) here. With a
-        sharded model each rank sees its own shard.
+        Gradients are unscaled, complete and averaged across ranks. Read or change gradients here, for example to log
+        norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps several
+        optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same holds for
+        :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called right after the optimizer step, before the gradients it used are cleared."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a validation starts. The module is in eval mode, gradients are off. May swap weights."""
+        """Called when validation starts. The module is in eval mode and gradients are off. May swap weights."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a validation has ended and its metrics are known. May save; ``ModelCheckpoint`` saves here."""
+        """Called when validation has finished and its metrics are known. ``ModelCheckpoint`` saves here."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last validation batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last validation batch of all loaders.
+
+        Values logged here are added to the epoch's metrics.
+        """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -275,16 +283,16 @@ class Callback:
         """Called after each validation batch; ``outputs`` is what ``validation_step`` returned."""
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a test starts. The module is in eval mode, gradients are off."""
+        """Called when testing starts. The module is in eval mode and gradients are off."""
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a test has ended and its metrics are known."""
+        """Called when testing has finished and its metrics are known."""
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last test batch of all loaders. Values logged here join the epoch's metrics."""
+        """Called after the last test batch of all loaders. Values logged here are added to the epoch's metrics."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -303,21 +311,21 @@ class Callback:
         """Called after each test batch; ``outputs`` is what ``test_step`` returned."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a prediction starts. The module is in eval mode, gradients are off."""
+        """Called when prediction starts. The module is in eval mode and gradients are off."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when a prediction has ended."""
+        """Called when prediction has finished."""
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first batch to predict."""
+        """Called before the first prediction batch."""
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last batch of all loaders."""
+        """Called after the last prediction batch of all loaders."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each batch to predict. The batch is already on the device."""
+        """Called before each prediction batch. The batch is already on the device."""
 
     def on_predict_batch_end(
         self,
@@ -328,10 +336,10 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each predicted batch; ``outputs`` is what ``predict_step`` returned. Store predictions here."""
+        """Called after each prediction batch; ``outputs`` is what ``predict_step`` returned. Store predictions here."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint has been gathered, before it is written.
+        """Called when the contents of a checkpoint have been collected, before it is written.
 
         May add plain data and tensors; must not train.
         """
@@ -343,19 +351,20 @@ class Callback:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
         The returned function gets ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``, read
-        its output and return another one; under automatic optimization None skips the batch. Must not call backward.
-        Not supported with ``Trainer(compile="step")``, whose step is one graph.
+        its output and return a different one; with automatic optimization, returning None skips the batch. It must not
+        call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step into a
+        single graph.
         """
         return step
 
     def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: dict[str, float]) -> None:
-        """Called before ``teardown`` if a profiler knows how a run's time was split.
+        """Called before ``teardown`` if a profiler has measured where the run's time went.
 
-        ``seconds`` is the time by part, without overlaps; ``profiler`` is the profiler's class name.
+        ``seconds`` maps each part of the run to its time, without overlaps; ``profiler`` is the profiler's class name.
         """
 
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
-        """Return the batches per optimizer step in an epoch (0-based), or None if this callback does not set them.
+        """Return the number of batches per optimizer step in ``epoch`` (0-based); None by default.
 
         A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
         before training.
@@ -363,14 +372,20 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when a signal (``name``) ends a fit, until a callback :meth:`has_saved`. May save."""
+        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback has saved the step.
+
+        May save a checkpoint.
+        """
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Whether this callback saved ``step`` in a file to resume from or, with ``weights``, at least its weights."""
+        """Return True if this callback saved ``step`` in a file that a fit can resume from.
+
+        If ``weights`` is True, a file that holds only the weights counts too.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this callback's state for a checkpoint, as plain data and tensors. An empty dict saves nothing."""
+        """Return this callback's state for a checkpoint, as plain data and tensors; an empty dict is not saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -382,14 +397,15 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 
     Attributes:
         path: the checkpoint.
-        own: whether this run wrote it, so that everything in it is restored; else the fit started from it and restarts.
-        blamed: epoch and index of the batch to skip when it comes again, or None.
+        own: True if this run wrote the checkpoint, so everything in it is restored; False if the fit started from the
+            checkpoint and therefore starts over.
+        blamed: epoch and index of the batch to skip when it comes up again, or None.
     """
 
     def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None = None) -> None:
         why = "an earlier checkpoint, because the weights may already be damaged"
         if blamed is not None:
-            why = f"to skip batch {blamed[1]} of epoch {blamed[0]} when it comes again"
+            why = f"to skip batch {blamed[1]} of epoch {blamed[0]} when it comes up again"
         super().__init__(f"going back to {str(path)!r}, {why}.")
         self.path, self.own, self.blamed = path, own, blamed
 
@@ -397,11 +413,11 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that is a
-    default method, of this object or of another one.
+    A value of None, on the class or on the instance, means "not overridden". The same holds for an instance attribute
+    that is a default method, of this object or of another one.
 
     Args:
-        owner: a callback, module, DataModule or another object.
+        owner: a callback, module, DataModule or any other object.
         name: name of the method.
         base: the class with the default; None means all classes with ``_defines_defaults = True``.
     """
@@ -418,13 +434,13 @@ def overridden(owner: Any, name: str, base: type | None = None) -> Callable[...,
 
 
 def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
-    """Like :func:`overridden`, but a wrapper (``functools.wraps``) around the default method does not count."""
+    """Like :func:`overridden`, but return None for a wrapper (``functools.wraps``) around the default method."""
     method = overridden(owner, name, base)
     inner = method and unwrap(method)
     return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method
 
 
-#: Methods of a callback that belong to no moment of the pseudo-code.
+#: Callback methods that do not appear in the pseudo-code.
 OTHER_METHODS = (
     *("around_training_step", "on_profile", "get_accumulate_grad_batches", "save_on_signal", "has_saved"),
     *("state_dict", "load_state_dict"),

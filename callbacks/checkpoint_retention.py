@@ -1,4 +1,4 @@
-"""Choose which checkpoints a fit keeps, and their names."""
+"""Choose which checkpoints a fit keeps and how they are named."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ COUNTERS = ("epoch", "step")
 
 
 class Checkpoint(Callback):
-    """Base class of callbacks that write checkpoints. They run last, so that they save what other callbacks changed."""
+    """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes."""
 
     runs_last = True
 
 
 class CheckpointKeeper(Checkpoint):
-    """Write checkpoints when a subclass asks for it, and keep the best, the newest, or all of them.
+    """Base class that writes checkpoints and keeps the best, the newest, or all of them.
 
-    :class:`ModelCheckpoint` describes the arguments and attributes. A subclass calls :meth:`save` on every rank to save
-    a step; a step that is already saved is not saved again.
+    :class:`ModelCheckpoint` describes the arguments and attributes. Subclasses decide when to save and then call
+    :meth:`save` on every rank. A step that is already saved is not saved again.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -93,7 +93,7 @@ class CheckpointKeeper(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """The absolute folder of the files; None until a fit has chosen it."""
+        """The absolute path of the checkpoint folder; None until a fit has chosen it."""
         return self._files.folder or None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -132,21 +132,21 @@ class CheckpointKeeper(Checkpoint):
     # ---- which -----------------------------------------------------------------------------------------------------
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Whether a file with the score ``current`` would be kept."""
+        """Return True if a checkpoint with the score ``current`` would be kept."""
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Whether to save at all. Nothing is saved in trial runs or before the first step."""
+        """Return False if nothing may be saved: in trial runs, in sanity checks and before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it ranks, then ``last``, and notify the loggers.
+        """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
             ranked: whether to write a ranked file; False writes only ``last``.
-            scored: whether the monitored metric belongs to these weights.
-            background: False waits until the files are on disk; True follows ``async_save``.
+            scored: whether the monitored metric was computed with the current weights.
+            background: if True, follow ``async_save``; if False, wait until the files are on disk.
         """
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
@@ -169,7 +169,7 @@ class CheckpointKeeper(Checkpoint):
             self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the step at which an exception ended the fit, in an unranked file and in ``last``.
+        """After an exception ended the fit, save the current step in an unranked file and in ``last``.
 
         A failed save only warns, so that it does not hide the exception.
         """
@@ -184,20 +184,19 @@ class CheckpointKeeper(Checkpoint):
             if path is not None or last:
                 self._write(trainer, values, path, None, last)
             if path is not None:
-                messages.info(f"{what} ended the fit. The state is saved in {path!r}.")
+                messages.info(f"{what} ended the fit. The state was saved in {path!r}.")
         except Exception as error:
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Whether a file of this step can be resumed from, or with ``weights`` whether any file holds its weights."""
+        """Return True if this step was saved in a file that a fit can resume from or, with ``weights``, in any file."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
+        """When the signal ``name`` ends the fit, save the current step on all ranks, unless it is already saved.
 
-        Without a monitor the new file replaces the previous newest one as usual, and ``last`` is rewritten if it is
-        kept. With a monitor the file is not ranked; it is deleted after the resumed run has saved again. ``name`` is
-        the signal's.
+        Without a monitor, the new file replaces the previous one as usual, and ``last`` is rewritten if it is kept.
+        With a monitor, the file is not ranked, and it is deleted once the resumed run has saved again.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
@@ -216,7 +215,7 @@ class CheckpointKeeper(Checkpoint):
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
         else:
             path = self._saved_path if self._saved_step == step else self.last_model_path
-            messages.info(f"{name} ends the fit after step {step}. The state is saved in {path!r}.")
+            messages.info(f"{name} ends the fit after step {step}. The state was saved in {path!r}.")
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
         """Return the files that this step's file would push out of the ranking; None if it would not be ranked."""
@@ -226,7 +225,7 @@ class CheckpointKeeper(Checkpoint):
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
-        """Add a file to the ranking and remove the files that it replaces."""
+        """Add a file to the ranking and drop the files that it replaces from it."""
         if self.monitor is None:
             self.best_model_path = path
             return
@@ -236,7 +235,7 @@ class CheckpointKeeper(Checkpoint):
         self._rank()
 
     def _score_late(self, score: Tensor | None) -> bool:
-        """Set the score of a file that was written earlier at this step, before the validation."""
+        """Set the score of this step's file if the file was written before validation; return True if so."""
         if score is None or not torch.isnan(self.best_k_models.get(self._saved_path, self._worst)):
             return False
         self.best_k_models[self._saved_path] = score
@@ -261,7 +260,7 @@ class CheckpointKeeper(Checkpoint):
         return False, number if self.mode == "min" else -number
 
     def _rank(self) -> None:
-        """Update the best and the worst of the kept files."""
+        """Update which of the kept files are the best and the worst."""
         order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
         best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
         worst = order[-1] if order and len(order) >= self.save_top_k else ""
@@ -279,9 +278,9 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         """Write one checkpoint under all its names, and delete the files that it replaces.
 
-        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. If ``path`` is
-        None, only ``last`` is written. ``gone`` lists the files that the checkpoint pushes out of the ranking; it is
-        None for an unranked checkpoint.
+        The ranking is updated first, because the checkpoint contains it. If the write fails, the update is undone. If
+        ``path`` is None, only ``last`` is written. ``gone`` lists the files that the checkpoint pushes out of the
+        ranking; it is None for an unranked checkpoint.
         """
         before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
@@ -326,18 +325,18 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Save with the ``save_checkpoint`` of a subclass of the Trainer, once for each file."""
+        """Save with the ``save_checkpoint`` method of a Trainer subclass, once per file."""
         for path in paths:
             trainer.save_checkpoint(path, self.save_weights_only)
         if trainer.is_global_zero:
             after()
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return the path for the saver, which must not exist yet unless it is one of the replaced files."""
+        """Return the path to pass to the saver. It must not exist yet, unless it is one of the replaced files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
-        """Delete the replaced files, because the new ones are on disk. Called on rank 0, perhaps in a thread."""
+        """Delete the replaced files once the new ones are on disk. Called on rank 0, possibly in a thread."""
         remove = trainer.checkpoint_io.remove_checkpoint if trainer.checkpoint_io.has_own_form else None
         for old in replaced:
             if old not in paths and old != self._protected(trainer):
@@ -345,7 +344,7 @@ class CheckpointKeeper(Checkpoint):
 
     @staticmethod
     def _protected(trainer: Trainer) -> str | None:
-        """Return the file that the fit resumed from if the user gave its path, not a word such as ``"last"``."""
+        """Return the file that the fit resumed from if the user passed its path, not a keyword such as ``"last"``."""
         path = trainer.ckpt_path
         return None if not path or path == str(trainer.current_run.newest) else storage.absolute(path)
 
@@ -366,12 +365,12 @@ class CheckpointKeeper(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint.
+        """Fill in the file name template and return the checkpoint's path.
 
         Args:
-            metrics: the values that the template may ask for.
+            metrics: the values that the template may use.
             filename: the template; ``self.filename`` if None.
-            ver: number to append as ``-v<ver>``.
+            ver: version number to append as ``-v<ver>``.
             prefix: text to put in front of the name.
 
         Example:
@@ -385,15 +384,15 @@ class CheckpointKeeper(Checkpoint):
         return storage.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Whether a file is there, as rank 0 sees it. Must be called on every rank."""
+        """Return True if the file exists, as seen by rank 0. Must be called on every rank."""
         return trainer.strategy.broadcast(storage.location(filepath).exists())
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write the score of each kept file by path, by default to ``best_k_models.yaml`` in ``dirpath``."""
+        """Write the path and score of each kept file, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:
             raise RuntimeError(
-                "ModelCheckpoint.to_yaml() does not know where to write: neither filepath nor dirpath was given, and "
-                "no fit has chosen a dirpath yet. Pass filepath."
+                "ModelCheckpoint.to_yaml() does not know where to write, because neither filepath nor dirpath was "
+                "passed and no fit has chosen a dirpath yet. Pass filepath."
             )
         path = filepath or storage.join(self.dirpath or "", "best_k_models.yaml")
         with storage.location(path).open("w", encoding="utf-8") as file:
@@ -407,12 +406,12 @@ class CheckpointKeeper(Checkpoint):
         if self._given_dirpath:
             return self._given_dirpath
         root = trainer.default_root_dir
-        if not storage.is_remote(root):  # else the logs are local and the checkpoints are not
+        if not storage.is_remote(root):  # with a remote root, the logs are local
             root = trainer.log_dir or root
         return storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return rank 0's values for ranking and names, on the CPU. The host waits for the device here."""
+        """Return rank 0's values for ranking and file names, on the CPU. This waits for the device."""
         logged = trainer.callback_metrics
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
@@ -422,8 +421,8 @@ class CheckpointKeeper(Checkpoint):
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:
             messages.warn_once(
-                f"ModelCheckpoint(filename={self.filename!r}) uses {messages.names(missing, last='and')}, which is not "
-                f"logged yet, so the file name contains nan. Log it, or choose {messages.names(sorted(logged))}."
+                f"ModelCheckpoint(filename={self.filename!r}) uses {messages.names(missing, last='and')}, which has "
+                f"not been logged yet, so the file name contains nan. Log it, or use {messages.names(sorted(logged))}."
             )
         return self._agreed(trainer, values)
 
@@ -469,7 +468,7 @@ class CheckpointKeeper(Checkpoint):
             self._adopt(self._loading, state_dict)
 
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Take over the resumed run's files at their present location."""
+        """Take over the resumed run's files at their current location."""
         self._inherited = self._loading = None
         self._files.mark = self._files.mark or trainer.strategy.broadcast(uuid.uuid4().hex)
         scores = state["best_k_models"]
@@ -498,10 +497,10 @@ class CheckpointKeeper(Checkpoint):
             messages.info(f"These checkpoints of this run no longer exist: {messages.names(lost, last='and')}.")
 
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
-        """Continue as the same run after it ended.
+        """Continue to manage the resumed run's files.
 
-        Files that the run could no longer delete are deleted now. Files that it wrote after the checkpoint resumed from
-        are deleted with the next save, and so is that checkpoint if it is not ranked.
+        Files that the resumed run had no time to delete are deleted now. The next save deletes the files that were
+        written after the checkpoint that this fit resumes from, and also that checkpoint if it is not ranked.
         """
         start, files = storage.absolute(trainer.ckpt_path or ""), self._files
         files.line = state.get("line") or files.line
@@ -518,29 +517,29 @@ _CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path"
 def _check_top_k(save_top_k: int, monitor: str | None) -> None:
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(
-            f"ModelCheckpoint: monitor={monitor!r} does not name a metric. "
-            "Pass the name that you give to self.log, such as 'val_loss', or None to keep the newest."
+            f"ModelCheckpoint: monitor={monitor!r} is not the name of a metric. "
+            "Pass the name used in self.log, such as 'val_loss', or None to keep the newest checkpoint."
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint: save_top_k={save_top_k!r} is not a number of files to keep. "
-            "Pass a whole number, -1 to keep all, or 0 to keep none."
+            f"ModelCheckpoint: save_top_k={save_top_k!r} must be the number of files to keep: "
+            "a whole number, -1 to keep all, or 0 to keep none."
         )
     if monitor is None and save_top_k > 1:
         raise ValueError(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) has no metric to rank the best {save_top_k} by. "
-            "Pass monitor, or save_top_k=1 for the newest file, -1 for all, 0 for none."
+            "Pass monitor, or use save_top_k=1 to keep the newest file, -1 to keep all, or 0 to keep none."
         )
 
 
 def _whether_last(save_last: bool | str | None) -> bool:
     if save_last not in (None, False, True, "link"):
         raise ValueError(
-            f"ModelCheckpoint: save_last={save_last!r} does not say whether to keep a 'last' file. Pass True or False."
+            f"ModelCheckpoint: save_last={save_last!r} must be True or False: whether to keep a 'last' file."
         )
     if save_last == "link":
         messages.info_once(
-            "ModelCheckpoint(save_last='link'): 'last' is written as a whole file, because a link breaks as soon as "
-            "the file behind it is deleted. Pass save_last=True to say the same without this note."
+            "ModelCheckpoint(save_last='link'): 'last' is written as a full copy, because a link breaks as soon as "
+            "its target is deleted. Pass save_last=True to get the same without this message."
         )
     return bool(save_last)

@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Log device statistics after a training step, whenever the trainer logs step values.
 
-    On CUDA these are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and reserved,
-    their peaks, retries, out-of-memory errors), on MPS its memory, and on a CPU the machine's load and memory and this
-    process's memory. Reading them does not wait for the device. Names look like
+    On CUDA, the statistics are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and
+    reserved, their peaks, retries, out-of-memory errors); on MPS, the allocated memory; and on a CPU, the machine's
+    load and memory and this process's memory. Reading them does not wait for the device. Names look like
     ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak``.
 
     Args:
-        cpu_stats: also log CPU statistics, which needs the package psutil. None does so only if the run uses the CPU
-            and psutil is installed.
+        cpu_stats: also log CPU statistics, which requires the psutil package. If None, they are logged only if the run
+            uses the CPU and psutil is installed.
         filter_keys: log only these statistics (the part of the name after the slash); None logs all.
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
-        ModuleNotFoundError: ``cpu_stats=True`` without psutil.
+        ModuleNotFoundError: if ``cpu_stats=True`` and psutil is not installed.
     """
 
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:
         if isinstance(filter_keys, str):
             raise TypeError(
-                f"DeviceStatsMonitor: filter_keys={filter_keys!r} is one string, not a set of names. "
+                f"DeviceStatsMonitor: filter_keys={filter_keys!r} is a string, but must be a set of names. "
                 f"Pass {{{filter_keys!r}}}."
             )
         if cpu_stats and _psutil() is None:
             raise ModuleNotFoundError(
-                "DeviceStatsMonitor(cpu_stats=True) needs the package psutil, which is not installed. "
+                "DeviceStatsMonitor(cpu_stats=True) needs the psutil package, which is not installed. "
                 "Run `pip install psutil`, or leave cpu_stats out."
             )
         self._cpu_stats = cpu_stats
@@ -67,7 +67,7 @@ class DeviceStatsMonitor(Callback):
         return {**stats, **cpu_stats()} if cpu and _psutil() is not None else stats
 
     def _check_keys(self, stats: dict[str, float], device: torch.device) -> None:
-        """Report statistics that can never be logged when the fit starts."""
+        """When the fit starts, report statistics that can never be logged."""
         if not stats:
             messages.warn(
                 f"DeviceStatsMonitor has nothing to report on device '{device}'. Run `pip install psutil` to log CPU "
@@ -79,7 +79,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def device_stats(device: torch.device) -> dict[str, float]:
-    """Return memory statistics of a CUDA or MPS device, in bytes and counts; empty for other devices."""
+    """Return the memory statistics of a CUDA or MPS device, in bytes and counts; an empty dict for other devices."""
     if device.type == "cuda":
         return torch.cuda.memory_stats(device)
     if device.type == "mps":

@@ -1,4 +1,4 @@
-"""Callback that stops training when a metric stops improving, is good enough, or diverges."""
+"""Callback that stops training when a metric stops improving, reaches a threshold, or diverges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Why :class:`EarlyStopping` asked the training to stop."""
+    """Why :class:`EarlyStopping` stopped training."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -32,30 +32,30 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Monitor a logged metric and stop training when it has not improved for ``patience`` checks.
 
-    With several processes, all stop as soon as one asks to.
+    With several processes, all of them stop as soon as one does.
 
     Args:
-        monitor: name of the metric, as given to ``self.log``.
-        min_delta: smallest change that counts as an improvement (it must be larger than this).
-        patience: number of checks in a row without an improvement after which training stops. A check is one epoch or
-            one validation, see ``check_on_train_epoch_end``. The count continues after a resume, with the patience
-            given here.
-        verbose: also report improvements; the reason for a stop is always reported.
+        monitor: name of the metric, as passed to ``self.log``.
+        min_delta: a change must be larger than this to count as an improvement.
+        patience: number of consecutive checks without improvement after which training stops. There is a check after
+            each epoch or each validation (see ``check_on_train_epoch_end``). After a resume, the count continues, with
+            the patience given here.
+        verbose: also report improvements; the reason for stopping is always reported.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        strict: whether a metric that was not logged is an error. False warns once and skips the check.
+        strict: whether a metric that was not logged is an error. If False, warn once and skip the check.
         check_finite: stop as soon as the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). None: after
-            each validation if there are several in an epoch or not one in every epoch, else after each epoch.
-        log_rank_zero_only: whether only rank 0 writes these messages; False lets each process write them.
+        check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). If None,
+            check after each validation if an epoch has several or not every epoch has one, else after each epoch.
+        log_rank_zero_only: if True, only rank 0 prints this callback's messages; if False, every process does.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: the best value so far, scalar, shape ().
-        stopped_epoch: epoch (0-based) in which training was stopped; 0 if it was not.
+        stopped_epoch: epoch (0-based) in which this callback stopped training; 0 if it did not.
         stopping_reason: an :class:`EarlyStoppingReason`.
-        stopping_reason_message: the reason in words, or None.
+        stopping_reason_message: the reason in words; None if this callback did not stop training.
     """
 
     monitors_metrics = True
@@ -77,19 +77,19 @@ class EarlyStopping(Callback):
         check_mode("EarlyStopping", mode)
         if not isinstance(monitor, str) or not monitor:
             raise TypeError(
-                f"EarlyStopping: monitor={monitor!r} does not name a metric, so there is nothing to watch. "
-                "Pass the name that you give to self.log, such as 'val_loss'."
+                f"EarlyStopping: monitor={monitor!r} is not the name of a metric. "
+                "Pass the name used in self.log, such as 'val_loss'."
             )
         check_direction("EarlyStopping", monitor, mode)
         if not min_delta >= 0:
             raise ValueError(
                 f"EarlyStopping(min_delta={min_delta!r}) would count a worse metric as an improvement. Pass the size "
-                "of the smallest improvement, 0 or more, for both modes."
+                "of the smallest improvement, which is 0 or more in both modes."
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping: patience={patience!r} is not a number of checks. Pass a whole number: how many checks "
-                "without improvement to allow."
+                f"EarlyStopping: patience={patience!r} must be a whole number, 0 or more: how many checks without "
+                "improvement to allow."
             )
         self.monitor = monitor
         self.min_delta = min_delta
@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """``torch.lt`` or ``torch.gt``: whether a value is better than another."""
+        """The function that tells whether one value is better than another: ``torch.lt`` or ``torch.gt``."""
         return torch.lt if self.mode == "min" else torch.gt
 
     @property
@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
             self._stopped_before = False
             trainer.should_stop = True
             messages.info(
-                f"Early stopping already ended this run, so there is nothing to train ({self.stopping_reason_message}) "
+                f"Early stopping already ended this run, so nothing is left to train. {self.stopping_reason_message} "
                 "To continue, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
             )
 
@@ -180,7 +180,7 @@ class EarlyStopping(Callback):
             self._say(trainer, text)
 
     def _value(self, trainer: Trainer) -> Tensor | None:
-        """Return the metric as a scalar on the CPU; None skips this check. The host waits for the device here."""
+        """Return the metric as a scalar on the CPU, or None to skip this check. This waits for the device."""
         metrics = trainer.callback_metrics
         if self.monitor in metrics:
             return metrics[self.monitor].detach().squeeze().cpu()
@@ -188,28 +188,31 @@ class EarlyStopping(Callback):
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:
             raise ValueError(text)
-        messages.warn_once(f"{text} Until then nothing is checked.", key=f"EarlyStopping {self.monitor}")
+        messages.warn_once(
+            f"{text} EarlyStopping checks nothing until {self.monitor!r} is logged.",
+            key=f"EarlyStopping {self.monitor}",
+        )
         return None
 
     def _better(self, value: Tensor, than: float | Tensor) -> bool:
         return bool(self.monitor_op(value, than))
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Judge a new value; return the reason to stop, if any, and the message."""
+        """Compare a value with the best one and the thresholds; return the reason to stop, if any, and a message."""
         name, sign = self.monitor, 1 if self.mode == "min" else -1
         if self.check_finite and not torch.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, (
-                f"{name!r} is {value:g}, which is not finite (best so far {self.best_score:.6g}): the training stops."
+                f"{name!r} is {value:g}, which is not finite (best so far: {self.best_score:.6g}), so training stops."
             )
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
             return EarlyStoppingReason.STOPPING_THRESHOLD, (
                 f"Stopping threshold reached: {name!r} is {value:.6g}, better than {self.stopping_threshold:g}. "
-                "The training stops."
+                "Training stops."
             )
         if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, (
                 f"Divergence threshold reached: {name!r} is {value:.6g}, worse than {self.divergence_threshold:g}. "
-                "The training stops."
+                "Training stops."
             )
         if self._better(value + sign * self.min_delta, self.best_score):
             text = f"{name!r} improved from {self.best_score:.6g} to {value:.6g}."
@@ -219,7 +222,7 @@ class EarlyStopping(Callback):
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, None
         return EarlyStoppingReason.PATIENCE_EXHAUSTED, (
-            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} checks: the training stops."
+            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} checks, so training stops."
         )
 
     def _say(self, trainer: Trainer, text: str) -> None:
@@ -234,7 +237,7 @@ def check_mode(who: str, mode: str) -> None:
     if mode not in ("min", "max"):
         raise ValueError(
             f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
-            "It says whether a smaller or a larger value of the metric is better."
+            "The mode says whether smaller or larger values of the metric are better."
         )
 
 
@@ -246,11 +249,11 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
     if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
             f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but its name suggests "
-            "that higher is better. Pass mode='max', or give the metric another name."
+            "that higher is better. Pass mode='max', or rename the metric."
         )
 
 
-#: Words in names of metrics where higher is better, and words that mean the opposite (``dice_loss``).
+#: Words in the names of metrics where higher is better, and words that mean the opposite (``dice_loss``).
 _HIGHER = (
     "acc accuracy ap auc aupr auprc auroc bertscore bleu chrf cider correlation dice f1 fbeta fscore iou jaccard kappa "
     "map mcc meteor miou mrr ndcg pearson pesq precision psnr r2 recall reward roc rouge sensitivity spearman "
@@ -264,23 +267,23 @@ _LOWER = (
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Whether all metrics are known when an epoch ends: it has no validation, or exactly one, at its end."""
+    """Return True if all metrics are known when an epoch ends: it has no validation, or exactly one at its end."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:
         return False
-    # 1.0 is once an epoch; the whole number 1 is after every batch.
+    # 1.0 means once per epoch; the integer 1 means after every batch.
     return isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
 
 
 def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool = True) -> str:
-    """Return the error text for a monitored metric that was not logged: what was logged, and what to do.
+    """Return the error message for a monitored metric that was not logged. It lists what was logged and suggests a fix.
 
-    ``validates``: False if the fit has no validation, where the metric is probably logged.
+    ``validates``: whether the fit runs validation. If not, the metric is probably logged in validation hooks.
     """
     logged = sorted(logged)
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."
-    fix = "" if validates else "This fit has no validation: pass val_dataloaders if it is logged there. "
+    fix = "" if validates else "This fit has no validation, so pass val_dataloaders if the metric is logged there. "
     return (
         f"{who}(monitor={monitor!r}) has no value to monitor, because {monitor!r} was not logged."
         f"{messages.did_you_mean(monitor, logged)} {there} "

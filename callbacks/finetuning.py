@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(Callback):
-    """Freeze layers before the optimizers are made and add them to an optimizer at the epoch you choose.
+    """Freeze layers before the optimizers are created, and add them to an optimizer at the epoch you choose.
 
-    Subclass it and define :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers``
-    pass only the parameters that train: ``[p for p in self.parameters() if p.requires_grad]``.
+    Subclass it and define :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers``,
+    pass only the trainable parameters: ``[p for p in self.parameters() if p.requires_grad]``.
 
     A checkpoint records by name which parameters were added and which are frozen. A resumed run has the same parameter
     groups, and ``finetune_function`` still runs once per epoch. Schedulers include new groups: a new group's learning
-    rate follows the first group's in proportion.
+    rate changes in proportion to the first group's.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -54,7 +54,7 @@ class BaseFinetuning(Callback):
         self._latest_epoch = -1
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
-        """Freeze the layers that do not train at first. Called in ``setup``, before the optimizers are made."""
+        """Freeze the layers that do not train at first. Called in ``setup``, before the optimizers are created."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define freeze_before_training(pl_module), which freezes layers before "
             "training. Define it, for example with self.freeze(pl_module.backbone)."
@@ -71,7 +71,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the layers in ``modules`` that are leaves or have parameters of their own, each once."""
+        """Return the layers in ``modules`` that are leaves or have their own parameters, without duplicates."""
         if isinstance(modules, nn.Module):
             found = list(modules.modules())
         elif isinstance(modules, Iterable) and not isinstance(modules, (str, Tensor)):
@@ -86,10 +86,9 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
-        """Return the trainable or the frozen parameters in ``modules``, each once.
+        """Yield the trainable parameters in ``modules``, or with ``requires_grad=False`` the frozen ones.
 
-        ``train_bn`` includes parameters of BatchNorm layers. ``requires_grad`` True returns trainable parameters, False
-        frozen ones.
+        Each parameter appears once. With ``train_bn=False``, the parameters of BatchNorm layers are left out.
         """
         seen: set[int] = set()
         for module in BaseFinetuning.flatten_modules(modules):
@@ -132,8 +131,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Pass the optimizer only the parameters that train from the start: [p for p "
-                "in self.parameters() if p.requires_grad]."
+                "stay in their groups. Give the optimizer only the parameters that are trainable from the start: [p "
+                "for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -145,15 +144,14 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze ``modules`` and give their parameters to ``optimizer`` as a new group.
+        """Unfreeze ``modules`` and add their parameters to ``optimizer`` as a new group.
 
         Args:
             modules: a module or a nested iterable of modules.
-            optimizer: gets the parameters that it does not hold yet; a warning reports frozen parameters that it
-                already holds.
-            lr: the new group's learning rate; None means the first group's divided by ``initial_denom_lr``.
+            optimizer: the optimizer. Frozen parameters that it already holds cause a warning and are not added again.
+            lr: the new group's learning rate; None means the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: unfreeze BatchNorm layers too; otherwise they stay as they are.
+            train_bn: unfreeze BatchNorm layers too; if False, they stay as they are.
         """
         trained = {id(p) for p in BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)}
         for module in BaseFinetuning.flatten_modules(modules):
@@ -165,7 +163,7 @@ class BaseFinetuning(Callback):
         if params:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             for parameter in params:
-                parameter.grad = None  # accumulated from earlier weights, because no optimizer cleared it
+                parameter.grad = None  # left from earlier weights, because no optimizer has cleared it
             optimizer.add_param_group({"params": params, "lr": rate})
 
     # ---- the run -----------------------------------------------------------------------------------------------------
@@ -203,14 +201,15 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} worked on {len(added)} optimizers, but {module}."
-                f"configure_optimizers returned {optimizers}. Resume with the module that wrote the checkpoint."
+                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but "
+                f"{module}.configure_optimizers returned {optimizers}. Resume with the module that the checkpoint was "
+                "saved from."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]
         if missing:
             raise RuntimeError(
                 f"The checkpoint's {type(self).__name__} added {len(missing)} parameters that {module} does not have "
-                f"({messages.names(missing[:3], 'and')}). Resume with the module that wrote the checkpoint."
+                f"({messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint was saved from."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -261,20 +260,20 @@ def _make_layer_trainable(layer: nn.Module) -> None:
 
 
 def _extend_schedulers(trainer: Trainer, optimizer: Optimizer, before: int) -> None:
-    """Add the groups from index ``before`` on to the schedulers of ``optimizer``."""
+    """Add the parameter groups from index ``before`` onward to the schedulers of ``optimizer``."""
     for config in trainer.lr_scheduler_configs:
         if getattr(config.scheduler, "optimizer", None) is optimizer:
             for index in range(before, len(optimizer.param_groups)):
                 _extend_scheduler(config.scheduler, index)
 
 
-#: Values that a scheduler keeps per group: in its attributes, and in the group itself.
+#: Values that a scheduler keeps for each group, in its attributes and in the group itself.
 _LISTS = ("base_lrs", LAST_RATES, "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 _GROUP_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def _extend_scheduler(scheduler: Any, index: int) -> None:
-    """Let a scheduler treat group ``index`` like the first group, with learning rates in proportion."""
+    """Let a scheduler treat group ``index`` like the first group, with proportional learning rates."""
     for child in getattr(scheduler, INNER_SCHEDULERS, ()):
         _extend_scheduler(child, index)
     first, group = scheduler.optimizer.param_groups[0], scheduler.optimizer.param_groups[index]
@@ -289,31 +288,32 @@ def _extend_scheduler(scheduler: Any, index: int) -> None:
 
 
 def double(epoch: int) -> float:
-    """Double the learning rate each epoch: the default of ``lambda_func``."""
+    """The default ``lambda_func``, which doubles the learning rate each epoch."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
 
-    The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and optimizers with the
-    parameters that train from the start. The first optimizer trains the backbone.
+    The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers for the
+    parameters that are trainable from the start. The first optimizer trains the backbone.
 
     Args:
-        unfreeze_backbone_at_epoch: index (0-based) of the first epoch in which the backbone trains.
-        lambda_func: ``lambda_func(epoch)`` returns the factor for the backbone's learning rate at the start of each
-            later epoch. It receives the epoch counted from 1.
-        backbone_initial_ratio_lr: the backbone's first learning rate as a fraction of the first group's.
-        backbone_initial_lr: the backbone's first learning rate.
-        should_align: keep the backbone's learning rate equal to the first group's once it reaches it.
-        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Give one of the three.
-        train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. False keeps
-            them frozen throughout.
+        unfreeze_backbone_at_epoch: the first epoch (0-based) in which the backbone trains.
+        lambda_func: ``lambda_func(epoch)`` returns the factor by which the backbone's learning rate is multiplied at
+            the start of each later epoch. Here, epochs are counted from 1.
+        backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the first group's.
+        backbone_initial_lr: the backbone's initial learning rate.
+        should_align: once the backbone's learning rate reaches the first group's, keep the two equal.
+        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass at most one of the three
+            learning rate arguments.
+        train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. If False,
+            they stay frozen throughout.
         verbose: report the learning rates at the start of each epoch.
-        rounding: decimals of the reported learning rates.
+        rounding: number of decimals in the reported learning rates.
 
     Raises:
-        TypeError: for an argument of the wrong kind, or a module without ``backbone``.
+        TypeError: for an argument of the wrong type, or a module without ``backbone``.
         ValueError: for an argument out of range, contradictory learning rates, or a module without optimizers.
     """
 
@@ -335,8 +335,8 @@ class BackboneFinetuning(BaseFinetuning):
         checked_count(name, "rounding", rounding, 0)
         if not callable(lambda_func):
             raise TypeError(
-                f"{name}: lambda_func={lambda_func!r} is not callable. Pass a function of the epoch that returns the "
-                "factor for the backbone's learning rate, such as lambda epoch: 1.5."
+                f"{name}: lambda_func={lambda_func!r} is not callable. Pass a function that takes the epoch and "
+                "returns the factor for the backbone's learning rate, such as lambda epoch: 1.5."
             )
         _check_rates(name, backbone_initial_ratio_lr, backbone_initial_lr, initial_denom_lr)
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
@@ -354,7 +354,7 @@ class BackboneFinetuning(BaseFinetuning):
         if stage == "fit" and not isinstance(backbone, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} needs {type(pl_module).__name__}.backbone to be an nn.Module when the fit "
-                f"begins, but found {backbone!r}. Make it in __init__, or subclass BaseFinetuning for other layers."
+                f"begins, but found {backbone!r}. Create it in __init__, or subclass BaseFinetuning for other layers."
             )
         super().setup(trainer, pl_module, stage)
 
@@ -367,8 +367,9 @@ class BackboneFinetuning(BaseFinetuning):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.optimizers:
             raise ValueError(
-                f"{type(self).__name__} adds the backbone to an optimizer, but {type(pl_module).__name__}."
-                "configure_optimizers returned no optimizer. Return one with the parameters that train from the start."
+                f"{type(self).__name__} adds the backbone to an optimizer, but "
+                f"{type(pl_module).__name__}.configure_optimizers returned no optimizer. Return one with the "
+                "parameters that are trainable from the start."
             )
         super().on_fit_start(trainer, pl_module)
 
@@ -424,11 +425,11 @@ def _check_rates(owner: str, ratio: float, rate: float | None, denominator: floa
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise TypeError(f"{owner}: {name}={value!r} is {messages.a(value)}. Pass a positive number.")
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{owner}({name}={value}) would not let the backbone train. Pass a positive number.")
+            raise ValueError(f"{owner}({name}={value}) would keep the backbone from training. Pass a positive number.")
     defaults = {"backbone_initial_ratio_lr": _RATIO, "backbone_initial_lr": None, "initial_denom_lr": _DENOMINATOR}
     given = [name for name, value in values.items() if value != defaults[name]]
     if len(given) > 1:
         raise ValueError(
-            f"{owner} got {messages.names(given, 'and')}, which all set the backbone's first learning rate, so only "
-            "one can take effect. Pass one of them."
+            f"{owner} got {messages.names(given, 'and')}, but only one of them can set the backbone's initial learning "
+            "rate. Pass only one of them."
         )

@@ -1,4 +1,4 @@
-"""Callback that runs Python's garbage collector on all ranks before the same step, not at arbitrary moments."""
+"""Callback that runs Python's garbage collector on all ranks before the same step, instead of at arbitrary times."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Python still collects by itself after this many more containers were allocated than freed since a collection.
+#: Python still collects by itself when this many more containers were allocated than freed since the last collection.
 MOST_UNSEEN = 100_000
 #: One in this many collections may scan all objects that are not frozen.
 FULL_EVERY = 10
-#: It does so if new objects exceed this fraction of those left by the last full collection: Python's own rule.
+#: A full scan runs if new objects exceed this fraction of those that the last full scan left; Python uses the same
+#: rule.
 GROWTH = 0.25
 
 
 class GarbageCollection(Callback):
     """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
 
-    Python scans its objects at arbitrary moments, when many have been allocated. With many objects (for example a
-    dataset that is a list) a full scan takes a good part of a second. With several processes, the other ranks wait for
-    that rank at the next gradient reduction. Each rank pauses at its own steps, so the pauses add up. With this
-    callback all ranks pause at the same time. After the first step all existing objects are frozen, so no collection
-    scans them again.
+    By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
+    example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
+    other ranks wait for the scanning rank at the next gradient reduction. Each rank pauses at different steps, so the
+    pauses add up. With this callback, all ranks pause at the same time. After the first step, all existing objects are
+    frozen, so no collection scans them again.
 
-    During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, also by an
-    exception or a signal, the collector's settings are restored and the objects are unfrozen.
+    During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, even
+    because of an exception or a signal, the collector's settings are restored and the objects are unfrozen.
 
-    Objects in reference cycles, and the tensors they hold, live longer: up to ``every_n_steps`` steps, or until a full
-    collection if they survive one. A frozen object is freed as usual when its last reference is gone; if it is in a
-    cycle, it is freed only after the fit.
+    Objects in reference cycles, and the tensors they hold, live longer: up to ``every_n_steps`` steps, or, if they
+    survive a collection, until the next full one. A frozen object is freed as usual when its last reference is gone; if
+    it is in a cycle, it is freed only after the fit.
 
     Args:
-        every_n_steps: optimizer steps between two collections of new objects. One in ten scans all objects that are not
-            frozen, if their number has grown by a quarter. None lets Python decide when to collect and only freezes.
-        freeze: freeze the objects that exist after the first step, after a full collection. If objects were frozen
-            before the fit, they stay frozen and no others are frozen. This applies to forked ranks
+        every_n_steps: optimizer steps between two collections of new objects. One collection in ten scans all objects
+            that are not frozen, if their number has grown by a quarter. If None, this callback only freezes objects,
+            and Python decides when to collect.
+        freeze: after the first step, run a full collection and freeze the remaining objects. If objects were frozen
+            before the fit, they stay frozen and no others are frozen. This is the case in forked ranks
             (``"ddp_notebook"``), where all objects that existed at the fork are frozen.
 
     Example:
@@ -53,13 +55,13 @@ class GarbageCollection(Callback):
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and not (whole and every_n_steps > 0):
             raise ValueError(
-                f"GarbageCollection: every_n_steps={every_n_steps!r} is not a number of steps. Pass a whole number of "
-                "at least 1, or None to let Python decide when to collect."
+                f"GarbageCollection: every_n_steps={every_n_steps!r} must be a whole number of at least 1, or None to "
+                "let Python decide when to collect."
             )
         if every_n_steps is None and not freeze:
             raise ValueError(
-                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass one of them, or remove the "
-                "callback."
+                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass a number of steps or "
+                "freeze=True, or remove the callback."
             )
         self.every_n_steps = every_n_steps
         self.freeze = freeze
@@ -98,7 +100,10 @@ class GarbageCollection(Callback):
         self._clear()
 
     def _due(self, updates: int) -> None:
-        """Collect; the first call, before the batch that follows the first step, freezes and starts counting."""
+        """Run a collection.
+
+        The first call, before the batch after the first step, freezes objects and starts the regular collections.
+        """
         every = self.every_n_steps
         self._next = float("inf") if every is None else (updates // every + 1) * every
         if not self._begun:
@@ -137,7 +142,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan, right after one."""
+    """Right after a full collection, return the number of objects that the next one would scan."""
     return len(gc.get_objects(generation=2))
 
 
@@ -154,7 +159,7 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """Let Python collect only as a last resort, or restore its thresholds if no other fit is running."""
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit runs."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()
@@ -165,14 +170,17 @@ class _Process:
                 gc.set_threshold(*self.thresholds)
 
     def freeze(self) -> bool:
-        """Freeze all objects unless some are frozen already (Python can only unfreeze all). Return whether it did."""
+        """Freeze all objects and return True, or return False if some are already frozen.
+
+        Python can only unfreeze all objects at once.
+        """
         with self.lock:
             frozen = gc.get_freeze_count()
             if frozen and not (self.froze or self.copied):
                 messages.info_once(
-                    f"GarbageCollection freezes nothing: {frozen} objects were already frozen before the fit, and "
-                    "Python can only unfreeze all of them at once. Call gc.unfreeze() before the fit, or pass "
-                    "freeze=False."
+                    f"GarbageCollection does not freeze any objects, because {frozen} were already frozen before "
+                    "the fit and Python can only unfreeze all objects at once. Call gc.unfreeze() before the fit, or "
+                    "pass freeze=False."
                 )
             if frozen:
                 return False

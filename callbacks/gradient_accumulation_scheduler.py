@@ -17,8 +17,8 @@ class GradientAccumulationScheduler(Callback):
     """Set ``trainer.accumulate_grad_batches`` at the start of each epoch.
 
     Args:
-        scheduling: batches per optimizer step, by the epoch (0-based) from which on they apply. Before the first epoch
-            given it is 1.
+        scheduling: maps an epoch (0-based) to the number of batches per optimizer step from that epoch on. Before the
+            first epoch in the dict, the number is 1.
 
     Raises:
         ValueError: when the run starts, if ``Trainer(accumulate_grad_batches=)`` is set too.
@@ -32,8 +32,8 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler: scheduling={scheduling!r} contains no epoch. "
-                "Pass a dict from epoch to batches per step, such as {0: 1, 4: 2}."
+                f"GradientAccumulationScheduler: scheduling={scheduling!r} contains no epochs. "
+                "Pass a dict that maps epochs to batches per step, such as {0: 1, 4: 2}."
             )
         for epoch, batches in scheduling.items():
             if not _whole(epoch, at_least=0):
@@ -43,7 +43,7 @@ class GradientAccumulationScheduler(Callback):
                 )
             if not _whole(batches, at_least=1):
                 raise ValueError(
-                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) asks for {batches!r} batches per "
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) sets {batches!r} batches per "
                     f"step from epoch {epoch} on. Use a whole number of at least 1."
                 )
         self.scheduling = {0: 1, **scheduling}
@@ -51,11 +51,11 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge = False
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any epoch accumulates more than one batch per step."""
+        """Return True if any epoch accumulates more than one batch per step."""
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the number of batches per step in an epoch (0-based)."""
+        """Return the number of batches per optimizer step in ``epoch`` (0-based)."""
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -64,8 +64,8 @@ class GradientAccumulationScheduler(Callback):
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                f"GradientAccumulationScheduler({self.scheduling}) both set the number of batches per step. Leave one "
-                "of them out."
+                f"GradientAccumulationScheduler({self.scheduling}) both set the number of batches per step. Remove "
+                "one of them."
             )
         self._in_charge = True
         self._set(trainer)
@@ -81,8 +81,8 @@ class GradientAccumulationScheduler(Callback):
         if own and self.going_to_accumulate_grad_batches():
             messages.warn_once(
                 f"{type(pl_module).__name__} overrides {messages.names(own, 'and')}, which is called once per "
-                f"optimizer step, not per batch: GradientAccumulationScheduler({self.scheduling}) has several batches "
-                "per step."
+                f"optimizer step, not once per batch. GradientAccumulationScheduler({self.scheduling}) uses several "
+                "batches per step."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -1,4 +1,4 @@
-"""Callback that ends a run without progress and reports where every rank was."""
+"""Callback that stops a run that makes no progress and reports where every rank was."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Exit status of a run that hung: the one that the command ``timeout`` uses.
+#: Exit status of a run that hung; the ``timeout`` command uses the same one.
 HANG_STATUS = 124
 _LOOKS = 8
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
 class HangDetector(Callback):
-    """End a run whose counters stop changing, and print every rank's step, phase and stacks on standard error.
+    """Stop a run whose counters stop changing, and print every rank's step, phase and stacks to standard error.
 
-    A thread on each rank compares the counters, so a batch costs nothing. Any of these counts as progress: a training
-    or evaluation batch, an optimizer step, a new stage or epoch, a passed step boundary. Anything else does not:
-    preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a time well above the longest
-    of them. A rank in compiled code that holds the interpreter lock cannot answer; the report says so, and the launcher
-    ends the rank.
+    A thread on each rank compares the counters, so there is no cost per batch. A training or evaluation
+    batch, an optimizer step, a new stage or epoch, and a passed step boundary count as progress. Other operations do
+    not: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a timeout well above the
+    longest of these operations. A rank inside native code that holds the GIL cannot answer. The report says so, and the
+    launcher stops the rank.
 
     Args:
         timeout_seconds: how long the counters may stay unchanged.
-        abort: end the process with status 124 right after the report, without a checkpoint or teardown. The launcher
-            then ends the other processes, as after any failure. False only reports, once per hang.
+        abort: exit with status 124 right after the report, without a checkpoint or teardown. The launcher then stops
+            the other processes, as after any failure. If False, only report, once per hang.
 
     Example:
         >>> HangDetector(timeout_seconds=1800).abort
@@ -43,8 +43,8 @@ class HangDetector(Callback):
     def __init__(self, timeout_seconds: float = 1800.0, abort: bool = True) -> None:
         if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or timeout_seconds <= 0:
             raise ValueError(
-                f"HangDetector: timeout_seconds={timeout_seconds!r} is not a valid timeout. Pass more seconds than the "
-                "longest step, checkpoint or data preparation takes."
+                f"HangDetector: timeout_seconds={timeout_seconds!r} must be a positive number. Pass more seconds "
+                "than the longest step, checkpoint or data preparation takes."
             )
         self.timeout_seconds = timeout_seconds
         self.abort = abort
@@ -77,10 +77,11 @@ class HangDetector(Callback):
     def _report(self, trainer: Trainer) -> None:
         reports = trainer.strategy.reports()
         if reports is not None:
-            what = f"The run ends with status {HANG_STATUS}." if self.abort else "It continues to wait."
+            what = f"The run exits with status {HANG_STATUS}." if self.abort else "It keeps waiting."
             messages.error(
                 f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s "
-                f"(HangDetector). {what} Where each rank is:\n" + "\n".join(map(_told, reports, reports.values()))
+                f"(HangDetector). {what} The position of each rank:\n"
+                + "\n".join(map(_told, reports, reports.values()))
             )
         if self.abort:
             sys.stdout.flush()
@@ -94,4 +95,4 @@ def _mark(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def _told(rank: int, report: str) -> str:
-    return f"Rank {rank}: {report or 'does not answer (it has ended, or compiled code holds its interpreter lock)'}"
+    return f"Rank {rank}: {report or 'does not answer (it has exited, or native code holds its GIL)'}"

@@ -1,4 +1,4 @@
-"""Callback made of functions."""
+"""Callback built from functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .base import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """Build a callback from functions, when a class would be too much.
+    """A callback built from functions, for cases where a class would be too much.
 
-    Hooks that are not given cost nothing.
+    Hooks that are not passed cost nothing.
 
     Args:
-        **hooks: a function by the name of a :class:`Callback` hook, with that hook's arguments (without ``self``);
-            None means not given.
+        **hooks: functions, each passed under the name of a :class:`Callback` hook and called with that hook's arguments
+            (without ``self``); None is the same as not passing the hook.
 
     Example:
         >>> greet = LambdaCallback(on_fit_start=lambda trainer, pl_module: trainer.print("here we go"))
@@ -30,7 +30,7 @@ class LambdaCallback(Callback):
                 continue
             if not callable(function):
                 raise TypeError(
-                    f"LambdaCallback({name}=) got {function!r} of type {type(function).__name__}, which cannot be "
-                    f"called. Pass a function with the arguments of Callback.{name}."
+                    f"LambdaCallback({name}=) got {function!r} of type {type(function).__name__}, which is not "
+                    f"callable. Pass a function with the arguments of Callback.{name}."
                 )
             setattr(self, name, function)

@@ -27,57 +27,59 @@ ACTIONS = ("skip", "rollback", "raise")
 
 
 class LossSpikeError(RuntimeError):
-    """``LossGuard(action="raise")`` ended the run because of a bad loss."""
+    """Raised by ``LossGuard(action="raise")`` to stop the run after a bad loss."""
 
 
 class LossGuard(Callback):
     """Check the loss of each training batch before its backward pass and skip batches with a bad loss.
 
     A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good losses by at
-    least ``rtol`` times that mean and by at least ``atol``. With several processes their mean loss is judged, so they
-    all make the same decision, the one that a single process with all the data would make.
+    least ``rtol`` times that mean and by at least ``atol``. With several processes, their mean loss is checked, so all
+    processes make the same decision that a single process with all the data would make.
 
-    *Actions.* ``"skip"`` skips the batch as if it were not in the data: no gradients, not counted in the accumulation
-    window, no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's random state and the values
-    given to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated keep the batch.
+    *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, does not count in the
+    accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's
+    random state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
+    still include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
-    restores, and skips the batch when it comes again. If the weights are not finite, it skips the previous batch
-    instead, whose gradient must have damaged them. If another batch then has a bad loss, the run first goes back one
-    more checkpoint, because the weights may have been damaged earlier; it skips that batch only if this does not help.
-    If this run has not saved yet, it restarts from its ``ckpt_path``.
+    restores, and skips the batch when it comes up again. If the weights are not finite, it skips the previous batch
+    instead, because that batch's gradient must have damaged them. If another batch then has a bad loss, the run first
+    goes back one more checkpoint, because the weights may have been damaged earlier; it skips the other batch only if
+    this does not help. If this run has not saved yet, it restarts from its ``ckpt_path``.
 
-    ``"raise"`` ends the run with an error.
+    ``"raise"`` stops the run with an error.
 
-    *Cost.* The loss is read before the backward pass starts. On an accelerator the host waits there for the forward
+    *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits there for the forward
     pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
-    change in training are copied each step. With several processes, one number per batch is summed across the hosts.
+    change during training are copied in each step. With several processes, one number per batch is summed across the
+    hosts.
 
-    Does not support manual optimization, ``training_step(dataloader_iter)``, or strategies that run a step in
-    micro-batches.
+    Manual optimization, ``training_step(dataloader_iter)`` and strategies that run a step in micro-batches are not
+    supported.
 
     Args:
         mode: ``"min"`` if larger losses are worse, ``"max"`` if smaller ones are.
         window: number of good losses in the running mean.
-        warmup: number of good losses before outliers count as bad; until then only non-finite losses do.
+        warmup: number of good losses before outliers count as bad; until then, only non-finite losses do.
         atol: smallest distance of a bad loss from the running mean; None means any distance.
-        rtol: smallest distance as a multiple of the running mean; None means any. If both are None, only non-finite
-            losses are bad.
-        exclude_batches_path: JSON file of bad batches. It is read when a fit starts, and these batches are skipped
-            without running them. It is valid for one order of the data (seed and batch size).
+        rtol: smallest distance as a multiple of the running mean; None means any distance. If both are None, only
+            non-finite losses are bad.
+        exclude_batches_path: JSON file that lists bad batches. It is read when a fit starts, and the batches in it are
+            skipped without running them. It is valid only for one order of the data (seed and batch size).
         finite_only: whether a non-finite loss is bad.
         action: ``"skip"``, ``"rollback"`` or ``"raise"``.
-        max_events: more bad batches than this end the run with an error; None means no limit.
+        max_events: number of bad batches to allow; one more stops the run with an error. None means no limit.
 
     Attributes:
-        batches: step, loss and running mean (None before the first good loss) of each bad batch, by epoch and batch
+        batches: step, loss and running mean (None if there was no good loss yet) of each bad batch, by epoch and batch
             index.
         left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
 
     Raises:
-        LossSpikeError: ``action="raise"`` and a bad loss.
-        RuntimeError: more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
-        ValueError: ``action="rollback"``, and the run saves no checkpoints, or weights only.
+        LossSpikeError: for a bad loss with ``action="raise"``.
+        RuntimeError: if there are more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
+        ValueError: if ``action="rollback"`` and the run saves no checkpoints, or only weights.
     """
 
     skips_together = True
@@ -100,10 +102,10 @@ class LossGuard(Callback):
             raise ValueError(messages.unknown("action of LossGuard", action, ACTIONS))
         for name, value, least in (("window", window, 1), ("warmup", warmup, 0), ("max_events", max_events, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"LossGuard({name}={value!r}): pass a whole number of at least {least}.")
+                raise ValueError(f"LossGuard: {name}={value!r} must be a whole number of at least {least}.")
         for name, distance in (("atol", atol), ("rtol", rtol)):
             if distance is not None and not distance >= 0:
-                raise ValueError(f"LossGuard({name}={distance!r}): pass a distance of 0 or more, or None.")
+                raise ValueError(f"LossGuard: {name}={distance!r} must be a distance of 0 or more, or None.")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         self.exclude_batches_path = None if exclude_batches_path is None else os.path.abspath(exclude_batches_path)
         self.finite_only = finite_only
@@ -119,7 +121,7 @@ class LossGuard(Callback):
 
     @property
     def running_mean(self) -> float | None:
-        """The mean of the last good losses; None before the first."""
+        """The mean of the last good losses; None if there has been no good loss yet."""
         return math.fsum(self._good) / len(self._good) if self._good else None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -137,7 +139,7 @@ class LossGuard(Callback):
             raise ValueError(
                 "LossGuard(action='rollback') needs checkpoints to go back to, but "
                 "ModelCheckpoint(save_weights_only=True) writes none that a fit can resume from. Remove "
-                "save_weights_only, or use action='skip'."
+                "save_weights_only=True, or use action='skip'."
             )
         known = _read(self.exclude_batches_path) if trainer.is_global_zero and self.exclude_batches_path else {}
         self.batches = trainer.strategy.broadcast(known) | self.batches
@@ -154,7 +156,7 @@ class LossGuard(Callback):
         self._going_back = None
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
-        """Wrap the training step so that it returns None, which skips the batch, if the batch is bad."""
+        """Wrap the training step so that it returns None for a bad batch, which is then skipped."""
         state, batches, way_back = trainer.state, self.batches, self._way_back
         before = _Before(trainer)
 
@@ -165,7 +167,7 @@ class LossGuard(Callback):
             output = step(batch, batch_idx)
             loss, given_up = _shared(trainer, output)
             if given_up:
-                messages.info_once(f"{type(pl_module).__name__}.training_step returned None: the batch is skipped.")
+                messages.info_once(f"{type(pl_module).__name__}.training_step returned None, so the batch is skipped.")
                 undo()
                 return None
             if not self._is_bad(loss):
@@ -190,7 +192,7 @@ class LossGuard(Callback):
         return off > 0 and off >= (self.atol or 0.0) and off >= (self.rtol or 0.0) * abs(mean)
 
     def _note(self, trainer: Trainer, loss: float) -> None:
-        """Record and report a bad loss and act on it; return only if the batch is to be skipped."""
+        """Record and report a bad loss and act on it. Returns only if the batch should be skipped."""
         state, mean = trainer.state, self.running_mean
         against = "no running mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
         what = (
@@ -204,14 +206,14 @@ class LossGuard(Callback):
             self._blame(trainer, back.blamed, loss, what)
         if self.action == "raise":
             raise LossSpikeError(
-                f"{what}. The weights are unchanged by that batch. Check the batch and the learning rate, or use "
+                f"{what}. The batch has not changed the weights. Check the batch and the learning rate, or use "
                 "action='skip' to skip such batches."
             )
         if back is not None:
             messages.warn(f"{what}: {back}")
             self._going_back = back
             raise back
-        messages.warn(f"{what}: the batch is skipped.")
+        messages.warn(f"{what}, so the batch is skipped.")
 
     def _blame(self, trainer: Trainer, batch: tuple[int, int], loss: float, what: str) -> None:
         self.batches[batch] = {"step": trainer.global_step, "loss": loss, "mean": self.running_mean}
@@ -220,8 +222,8 @@ class LossGuard(Callback):
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
             raise RuntimeError(
                 f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}, so the "
-                "cause is the data or the learning rate, not single batches. Check the batches in its `batches` "
-                "(epoch, index), lower the learning rate or clip gradients, or raise max_events."
+                "cause is probably the data or the learning rate, not a single batch. Check the batches in "
+                "LossGuard.batches (epoch, index), lower the learning rate or clip gradients, or raise max_events."
             )
 
     def _leave_out(self, trainer: Trainer) -> None:
@@ -239,7 +241,7 @@ class LossGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Batches found bad after the checkpoint are kept.
+        # Batches that were found to be bad after the checkpoint are kept.
         self.batches.update(_by_place(state_dict["batches"]))
         self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
         self._good = deque(state_dict["good"], maxlen=self.window)
@@ -247,7 +249,7 @@ class LossGuard(Callback):
 
 
 class _Saved(NamedTuple):
-    """A checkpoint of this run: its number in the sequence of saves, its optimizer steps, and its path."""
+    """A checkpoint of this run: its number in the sequence of saves, its optimizer step, and its path."""
 
     sequence: int
     step: int
@@ -257,11 +259,12 @@ class _Saved(NamedTuple):
 class _WayBack:
     """Chooses the checkpoint to go back to.
 
-    Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen,
-    else the newest file whose weights have no loss yet, else the file that the fit started from.
+    Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen;
+    if there is none, the newest file whose weights have no loss yet; otherwise the file that the fit started from.
 
     Attributes:
-        last_good: optimizer steps before the last good loss, and its batch's epoch and index; -1 each if there is none.
+        last_good: number of optimizer steps before the last good loss, and the epoch and index of its batch; -1 for
+            each of them if there is no good loss yet.
     """
 
     def __init__(self) -> None:
@@ -277,9 +280,10 @@ class _WayBack:
         self._passed: set[int] = set()
 
     def begin(self, trainer: Trainer) -> None:
-        """Note where a fit starts: ``trainer.ckpt_path``.
+        """Record where the fit starts (``trainer.ckpt_path``).
 
-        Existing files count as its own only if they led to its start: none do if it starts at step 0.
+        Of the checkpoints that already exist, only those saved up to the fit's starting point count as its own; none do
+        if it starts at step 0.
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
@@ -290,10 +294,10 @@ class _WayBack:
         self._forget()
 
     def find(self, trainer: Trainer, what: str) -> Rollback:
-        """Return the checkpoint to go back to after a bad loss. It is the same on all processes.
+        """Return the checkpoint to go back to after a bad loss, the same one on all processes.
 
         Raises:
-            RuntimeError: no checkpoint to go back to.
+            RuntimeError: if there is no checkpoint to go back to.
         """
         state, origin = trainer.state, self._began[0]
         good_step, *before = self.last_good
@@ -320,13 +324,13 @@ class _WayBack:
     def _nothing(self) -> str:
         if self._went_to.path:
             return (
-                f"again after going back to {self._went_to.path!r}. Its weights never had a good loss, so they were "
-                "damaged before it was saved, and this run has no earlier checkpoint. Keep more files (save_top_k=-1), "
-                "and check the learning rate and the gradients."
+                f"again after going back to {self._went_to.path!r}. The weights in that checkpoint never had a good "
+                "loss, so they were damaged before it was saved, and this run has no earlier checkpoint. Keep more "
+                "files (save_top_k=-1), and check the learning rate and the gradients."
             )
         return (
-            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and more than "
-            "weights, or use action='skip'."
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and save the full "
+            "state, or use action='skip'."
         )
 
     def _own(self, trainer: Trainer) -> list[_Saved]:
@@ -345,7 +349,7 @@ class _WayBack:
 
 
 def _spoiled(trainer: Trainer) -> bool:
-    """Whether any weight on any process is not finite. Must be called on every rank."""
+    """Return True if any weight on any process is not finite. Must be called on every rank."""
     parameters: Any = trainer.training_module.parameters()
     local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)  # the local part of a sharded parameter
     mine = not all(torch.isfinite(p).all() for p in local)
@@ -363,7 +367,7 @@ def _manifest(path: Any) -> manifest.Manifest | None:
 
 
 class _Before:
-    """Snapshot of the state besides gradients that a training step changes: buffers, random states, logged values."""
+    """Snapshot of the state, except gradients, that a training step changes: buffers, random states, logged values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.module, self.metrics = trainer.training_module, trainer.current_run.metrics
@@ -373,7 +377,10 @@ class _Before:
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def learn(self) -> None:
-        """Find which buffers a step changes, after the first good one. Compares them on the device, once."""
+        """After the first good step, find which buffers a step changes.
+
+        The buffers are compared only once, on the device.
+        """
         if self.moving is None:
             self.moving = [buffer for buffer, copy in self.first if not torch.equal(buffer, copy)]
             self.first = []
@@ -401,7 +408,7 @@ class _Before:
 
 
 def _why_not(trainer: Trainer, module: TrainingModule) -> str:
-    """Return why nothing can run between a batch's forward and backward passes; empty if something can."""
+    """Return what prevents a check between the forward and backward passes of a batch; empty if nothing does."""
     if not module.automatic_optimization:
         return f"manual optimization, which {type(module).__name__} uses"
     if next(iter(inspect.signature(module.training_step).parameters), "") == "dataloader_iter":
@@ -414,7 +421,7 @@ def _why_not(trainer: Trainer, module: TrainingModule) -> str:
 def _shared(trainer: Trainer, output: Any) -> tuple[float, bool]:
     """Return the mean loss of all processes, and whether any process skipped the batch by returning None.
 
-    Waits for the device and for the other hosts.
+    This waits for the device and for the other processes.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     mine = float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
@@ -441,13 +448,13 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             return _by_place(json.load(file)["batches"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"LossGuard: exclude_batches_path={path!r} is not a file that LossGuard wrote ({type(error).__name__}: "
+            f"LossGuard: exclude_batches_path={path!r} was not written by LossGuard ({type(error).__name__}: "
             f"{error}). Remove the file to start without excluded batches."
         ) from None
 
 
 def _write(path: str, batches: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
-    """Replace the file atomically. JSON has no non-finite numbers, so such a loss is written as text."""
+    """Replace the file atomically. JSON has no non-finite numbers, so a non-finite loss is written as a string."""
     listed = [
         {"epoch": epoch, "batch": batch, **about, "loss": loss if math.isfinite(loss := about["loss"]) else str(loss)}
         for (epoch, batch), about in sorted(batches.items())

@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Log the learning rate of every optimizer, with or without a scheduler.
 
-    Values are named ``lr-SGD``, for a second optimizer of the same class ``lr-SGD-1``, and for parameter groups
-    ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or by the group's ``"name"``). A ``name`` in a scheduler's configuration replaces
-    ``lr-SGD``.
+    Values are named ``lr-SGD``; a second optimizer of the same class is ``lr-SGD-1``, and parameter groups are
+    ``lr-SGD/pg1``, ``lr-SGD/pg2`` (with the group's ``"name"`` in place of ``pg1``, if it has one). A ``name`` in a
+    scheduler's configuration replaces ``lr-SGD``.
 
     Args:
-        logging_interval: ``"step"`` logs before an optimizer step, when the trainer logs step values
-            (``log_every_n_steps``); the logged rate is the one that this step uses. ``"epoch"`` logs when an epoch
-            starts. None uses each scheduler's own interval, and ``"step"`` for optimizers without one.
-        log_momentum: also log momentum (``lr-SGD-momentum``; for Adam its first beta; 0 for optimizers without it).
-        log_weight_decay: also log weight decay (``lr-SGD-weight_decay``).
-        log_key_prefix: prefix of every name, such as ``"optim/"``; None for none.
+        logging_interval: ``"step"`` logs before an optimizer step whenever the trainer logs step values
+            (``log_every_n_steps``); the logged rate is the one that the step uses. ``"epoch"`` logs when an epoch
+            starts. None uses each scheduler's own interval, and ``"step"`` for optimizers without a scheduler.
+        log_momentum: also log the momentum (``lr-SGD-momentum``; the first beta for Adam; 0 for optimizers without a
+            momentum).
+        log_weight_decay: also log the weight decay (``lr-SGD-weight_decay``).
+        log_key_prefix: prefix of every name, such as ``"optim/"``; None means no prefix.
 
     Attributes:
         lrs: the learning rates logged so far, by full name.
-        last_momentum_values: the momentum logged last, by full name; None before the first.
-        last_weight_decay_values: the weight decay logged last, by full name; None before the first.
+        last_momentum_values: the last logged momentum, by full name; None if none has been logged yet.
+        last_weight_decay_values: the last logged weight decay, by full name; None if none has been logged yet.
 
-    Other callbacks can monitor these values: they are in ``trainer.callback_metrics``.
+    Other callbacks can monitor these values, because they are in ``trainer.callback_metrics``.
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
@@ -69,13 +70,13 @@ class LearningRateMonitor(Callback):
         self._require_logger(trainer, "the learning rates")
         if not trainer.optimizers:
             messages.warn(
-                f"LearningRateMonitor has nothing to log: {type(pl_module).__name__} has no optimizer. "
+                f"LearningRateMonitor has nothing to log, because {type(pl_module).__name__} has no optimizer. "
                 "Return one from configure_optimizers, or remove the callback."
             )
         elif self.log_momentum and not any(_momentum(o.param_groups[0]) for o in trainer.optimizers):
             messages.warn(
-                "LearningRateMonitor(log_momentum=True) logs 0, because no optimizer has a momentum. Give one to the "
-                "optimizer, or leave log_momentum out.",
+                "LearningRateMonitor(log_momentum=True) logs 0, because no optimizer uses momentum. Set a momentum in "
+                "the optimizer, or remove log_momentum=True.",
                 messages.ValueWarning,
             )
         self._logged_at.clear()
@@ -85,16 +86,19 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        if not trainer.logs_this_step or self._interval(trainer, optimizer) == "epoch":
+        if not trainer.logs_this_step:
             return
         update = trainer.state.updates if trainer.state.stepped else trainer.state.updates + 1
-        if self._logged_at.get(id(optimizer)) != update:
-            self._logged_at[id(optimizer)] = update
-            self._log(trainer, [optimizer], update)
+        stepped = trainer.optimizers if pl_module.automatic_optimization else [optimizer]
+        due = [one for one in stepped if self._interval(trainer, one) != "epoch"]
+        for one in due:
+            if self._logged_at.get(id(one)) != update:
+                self._logged_at[id(one)] = update
+                self._log(trainer, [one], update)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.next_batch > 0:
-            return  # logged when the epoch began, before the fit resumed inside it
+            return  # already logged when the epoch began, before the fit resumed inside it
         due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
         self._log(trainer, due, trainer.state.updates)
 
@@ -117,10 +121,10 @@ class LearningRateMonitor(Callback):
         return ((self.log_key_prefix + name, group) for name, group in _groups(trainer, optimizer))
 
     def _values(self, name: str, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
-        """Yield one group's values by full name. The host waits here if a learning rate is a GPU tensor."""
+        """Yield one group's values by full name. This waits for the device if a learning rate is a GPU tensor."""
         lr = float(group["lr"])
         if name not in self.lrs and (alone := name.removesuffix("/pg1")) in self.lrs:
-            self.lrs[name] = self.lrs.pop(alone)  # its optimizer has got more groups
+            self.lrs[name] = self.lrs.pop(alone)  # its optimizer now has more than one group
         self.lrs.setdefault(name, []).append(lr)
         yield name, lr
         if self.log_momentum:
@@ -140,7 +144,7 @@ def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
 
 
 def _name(trainer: Trainer, optimizer: Optimizer) -> str:
-    """Return ``lr-SGD`` or the scheduler's name, with ``-1``, ``-2`` ... for the second and later uses of a name."""
+    """Return ``lr-SGD`` or the scheduler's name, with the suffix ``-1``, ``-2`` ... if the name is already in use."""
     seen: Counter[str] = Counter()
     for other in trainer.optimizers:
         given = [config.name for config in _schedulers(trainer, other) if config.name]
@@ -152,7 +156,7 @@ def _name(trainer: Trainer, optimizer: Optimizer) -> str:
 
 
 def _groups(trainer: Trainer, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Return every parameter group with its logged name; groups may be added during the run."""
+    """Return every parameter group with the name to log it under; groups may be added during the run."""
     base = _name(trainer, optimizer)
     groups = optimizer.param_groups
     if len(groups) == 1 and "name" not in groups[0]:

@@ -1,7 +1,7 @@
 """Callback that decides when a fit saves a checkpoint.
 
-:mod:`.checkpoint_retention` decides which checkpoints are kept, and their names. ``trainer.save_checkpoint`` decides
-what a checkpoint contains and writes it.
+:mod:`.checkpoint_retention` decides which checkpoints are kept and how they are named. ``trainer.save_checkpoint``
+decides what a checkpoint contains and writes it.
 """
 
 from __future__ import annotations
@@ -28,62 +28,64 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointKeeper):
     """Save checkpoints during a fit and keep the best, the newest, or all of them.
 
-    *When.* Every ``every_n_epochs`` epochs, or every ``every_n_train_steps`` optimizer steps, or every
-    ``train_time_interval``; with none of the three after every epoch. Use several instances to save at several
-    intervals. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
+    *When.* Every ``every_n_epochs`` epochs, every ``every_n_train_steps`` optimizer steps, or every
+    ``train_time_interval``; if none of the three is set, after every epoch. To save at several intervals, use several
+    instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
     ``fast_dev_run``.
 
-    *Which.* Without ``monitor`` the newest (``save_top_k=1``) or all (``-1``) are kept, with it the ``save_top_k``
-    best. NaN ranks last and is never ``best_model_path``. ``last`` is a separate, complete file.
+    *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
+    ``monitor``, the ``save_top_k`` best ones are kept. NaN ranks last and is never ``best_model_path``. ``last`` is a
+    separate, complete file.
 
-    *A validation metric with an interval of steps or time.* Between two validations the metric belongs to older
-    weights. So the ranked file is written when the next validation has ended, with the metric of exactly these weights.
+    *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
+    weights. The ranked file is therefore written after the next validation, with the metric of exactly these weights.
     Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
-    *Deletion.* A file is deleted only if this run wrote it (also before a resume: each file carries the run's mark), if
-    it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.
+    *Deletion.* A file is deleted only if this run wrote it (even before a resume, because each file carries the run's
+    mark), if it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.
 
-    *Background saves.* At most one write is in flight, and the next save waits for it. If a write fails, the next save
-    raises its error, at the latest when the fit ends. With one process and an interval of steps or time (or
-    ``async_save=True``) the error is raised after the next batch. If an exception ends the fit, the write is finished
-    first. Files that the new one replaces are deleted when it is on disk.
+    *Background saves.* Only one write runs at a time, and the next save waits for it. If a write fails, its error is
+    raised by the next save, or when the fit ends. With one process and an interval in steps or time (or
+    ``async_save=True``), the error is raised after the next batch. If an exception ends the fit, the write is finished
+    first. Files that the new file replaces are deleted once it is on disk.
 
     *Resume.* The ranking continues. Paths are saved relative to ``dirpath``, so the folder may be moved. Files that are
-    neither there nor next to the checkpoint that the fit resumed from leave the ranking.
+    neither in that folder nor next to the checkpoint that the fit resumed from are dropped from the ranking.
 
     Args:
-        dirpath: a folder, or a URL such as ``s3://bucket/run``; default ``checkpoints`` in ``trainer.log_dir``, or in
-            ``default_root_dir`` if that is a URL or there is no logger.
-        filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
-            ``epoch`` and ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
-        monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"`` the newest are
-            kept). None keeps only the newest.
+        dirpath: a folder, or a URL such as ``s3://bucket/run``. The default is ``checkpoints`` in ``trainer.log_dir``,
+            or in ``default_root_dir`` if that is a URL or there is no logger.
+        filename: template without a suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
+            ``epoch`` and ``step``. A name that was not logged appears as ``nan``. The default is ``"{epoch}-{step}"``.
+        monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"``, the newest are
+            kept). None keeps only the newest checkpoint.
         verbose: report what is saved and why.
-        save_last: also keep ``last.ckpt``, rewritten at every save, after every epoch and when the training ends.
+        save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
             ``"link"`` means True, because a link breaks as soon as its target is deleted.
-        save_top_k: how many to keep; -1 all, 0 none.
-        save_on_exception: save when an exception ends the fit. A signal that ends it is always followed by a save.
-        save_weights_only: save only weights, without optimizers and everything else that a resume needs.
+        save_top_k: how many checkpoints to keep; -1 keeps all, 0 none.
+        save_on_exception: save when an exception ends the fit. A signal that ends the fit always triggers a save.
+        save_weights_only: save only the weights, without the optimizers and everything else that a resume needs.
         mode: ``"min"`` if a smaller metric is better, ``"max"`` if a larger one is.
-        auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3``; False gives ``3``. A ``/`` in
-            an inserted name becomes ``_``; a ``/`` in the template makes a folder.
+        auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3`` (True) or ``3`` (False). A
+            ``/`` in an inserted name becomes ``_``; a ``/`` in the template creates a folder.
         every_n_train_steps: optimizer steps (``trainer.global_step``) between two saves.
-        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` takes.
+        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` accepts.
         every_n_epochs: epochs between two saves; 0 saves only ``last``.
-        save_on_train_epoch_end: save after the training epoch (True) or after validation (False). None saves after
+        save_on_train_epoch_end: save after the training epoch (True) or after validation (False). If None, save after
             validation if an epoch has several validations or not every epoch has one, else after the epoch.
-        enable_version_counter: append ``-v1``, ``-v2``, ... to a name that exists; otherwise the file is overwritten.
-        async_save: True writes in the background: training continues as soon as the state is copied to memory buffers,
-            which are kept for the next save. False waits for the disk. None writes in the background if the state has 1
-            MiB or more.
+        enable_version_counter: append ``-v1``, ``-v2``, ... to a name that already exists; if False, overwrite the
+            file.
+        async_save: if True, write in the background: training continues as soon as the state is copied to memory
+            buffers, which are kept for the next save. If False, wait for the disk. If None, write in the background if
+            the state has 1 MiB or more.
 
     Attributes:
-        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. During the fit it
-            may still be being written in the background.
-        best_model_score: its score, scalar, shape (), or None.
+        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. During the fit, a
+            background save may not have finished writing it yet.
+        best_model_score: score of that file, scalar, shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
-        kth_best_model_path: the file that is replaced next, ``""`` while there are fewer than k.
-        kth_value: its score; plus or minus infinity while there are fewer than k.
+        kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.
+        kth_value: score of that file; plus or minus infinity while there are fewer than k files.
         last_model_path: the newest ``last`` file, or ``""``.
         current_score: the latest score, or None.
 
@@ -135,7 +137,7 @@ class ModelCheckpoint(CheckpointKeeper):
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between two saves; 0 if the interval is in steps or time."""
+        """The number of epochs between two saves; 0 if the interval is in steps or time."""
         return self._every_n_epochs
 
     def _set_rhythm(
@@ -158,8 +160,8 @@ class ModelCheckpoint(CheckpointKeeper):
         self._begin(trainer.global_step)
         if self.save_on_train_epoch_end is False and self._by_epoch and not trainer.enable_validation:
             messages.warn_once(
-                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so no "
-                "epoch will be saved. Remove the argument, or pass validation data."
+                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has no "
+                "validation, so no epoch will be saved. Remove the argument, or pass validation data."
             )
 
     def on_train_batch_end(
@@ -222,7 +224,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._resumed = {name: state_dict[name] for name in _COUNTED if name in state_dict}
 
     def _begin(self, global_step: int) -> None:
-        """Start counting for a fit that begins at ``global_step``, anew or from the checkpoint's counts."""
+        """Start counting for a fit that begins at ``global_step``; after a resume, continue the checkpoint's counts."""
         state, self._resumed = self._resumed, {}
         self._start_step = state.get("start_step", global_step)
         self._epochs_ended = self._validations_ended = 0
@@ -266,9 +268,10 @@ class ModelCheckpoint(CheckpointKeeper):
             self.save(trainer)
 
     def _monitor_has_value(self, trainer: Trainer) -> bool:
-        """Whether the monitored metric has a value.
+        """Return True if the monitored metric has a value, and False while it may still be logged.
 
-        Returns False while it may still be logged; raises ValueError if it should have been logged by now.
+        Raises:
+            ValueError: if the metric should have been logged by now.
         """
         metrics = trainer.callback_metrics
         if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
@@ -276,14 +279,16 @@ class ModelCheckpoint(CheckpointKeeper):
         text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
             if not self._monitor_is_validated:
-                messages.warn_once(f"{text} Until then no file is ranked.", key=f"ModelCheckpoint {self.monitor}")
+                messages.warn_once(
+                    f"{text} No file is ranked until {self.monitor!r} is logged.", key=f"ModelCheckpoint {self.monitor}"
+                )
             return False
         if not self._epochs_ended:
-            text += " A metric of a whole training epoch is known at its end: set save_on_train_epoch_end=True."
+            text += " If it is a metric of the full training epoch, set save_on_train_epoch_end=True."
         raise ValueError(text)
 
 
-#: State that continues when a resumed training starts.
+#: State that a resumed fit continues from when training starts.
 _COUNTED = ("waiting", "start_step", "seconds_left")
 
 
@@ -291,15 +296,12 @@ def _check_rhythm(**arguments: Any) -> None:
     for name in ("every_n_epochs", "every_n_train_steps"):
         value = arguments[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError(
-                f"ModelCheckpoint: {name}={value!r} is not an interval. Pass a whole number of at least 1, or 0 for "
-                "never."
-            )
-    # A time of zero is an interval; a count of zero is not.
+            raise ValueError(f"ModelCheckpoint: {name}={value!r} must be a whole number of at least 1, or 0 for never.")
+    # A time of zero counts as an interval, unlike a count of zero.
     given = [name for name, value in arguments.items() if value or isinstance(value, timedelta)]
     if len(given) > 1:
         texts = ", ".join(f"{name}={arguments[name]!r}" for name in given)
         raise ValueError(
-            f"ModelCheckpoint({texts}) sets more than one saving interval. Keep one of them, or give the Trainer one "
-            "ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}) sets more than one saving interval. Keep one of them, or pass one "
+            "ModelCheckpoint per interval to the Trainer."
         )

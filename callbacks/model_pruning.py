@@ -33,32 +33,34 @@ _METHODS: dict[str, type[prune.BasePruningMethod]] = {
 class ModelPruning(Callback):
     """Set the least important weights to zero at the end of each epoch, and keep them at zero.
 
-    It uses ``torch.nn.utils.prune``: while training, a pruned ``weight`` is computed from the parameter ``weight_orig``
-    and the buffer ``weight_mask``. Checkpoints hold the pruned weights under their plain names. They also hold the
-    masks, so that a resumed fit continues exactly.
+    It uses ``torch.nn.utils.prune``: during training, a pruned ``weight`` is computed from the parameter
+    ``weight_orig`` and the buffer ``weight_mask``. Checkpoints contain the pruned weights under their plain names, and
+    also the masks, so that a resumed fit continues exactly.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, a
             subclass of ``BasePruningMethod`` (with ``use_global_unstructured``) or a function
-            ``fn(module, name, amount)`` (without).
-        parameters_to_prune: pairs of a module and a parameter's name; None means all in ``parameter_names``.
+            ``fn(module, name, amount)`` (without it).
+        parameters_to_prune: pairs of a module and a parameter name; None means all parameters with a name in
+            ``parameter_names``.
         parameter_names: names of the parameters to prune: ``"weight"``, ``"bias"`` or both (the default).
-        use_global_unstructured: compare all parameters with each other instead of each tensor within itself.
+        use_global_unstructured: rank the weights of all parameters together instead of within each tensor.
         amount: a fraction (float) or a number (int) of the remaining weights, or a function of the epoch.
         apply_pruning: whether to prune at all, or a function of the epoch.
         make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
-        use_lottery_ticket_hypothesis: after each pruning, or where a function of the epoch returns True, reset the
-            remaining weights to their values at the start of training.
-        resample_parameters: reset them to new random values instead, with the module's ``reset_parameters``.
+        use_lottery_ticket_hypothesis: after each pruning, reset the remaining weights to their values at the start of
+            training. Pass a function of the epoch to choose after which prunings to do so.
+        resample_parameters: reset the remaining weights to new random values instead, with the module's
+            ``reset_parameters``.
         pruning_dim: dimension of the rows or channels that a structured method removes.
-        pruning_norm: the ``n`` of ``"ln_structured"``.
-        verbose: 1 prints the fraction of pruned weights after each pruning, 2 also prints it for each parameter.
-        prune_on_train_epoch_end: prune at the end of training epochs; otherwise at the end of validations.
+        pruning_norm: the order ``n`` of the norm that ``"ln_structured"`` uses.
+        verbose: 1 prints the fraction of pruned weights after each pruning; 2 also prints it for each parameter.
+        prune_on_train_epoch_end: prune at the end of training epochs (True) or at the end of validations (False).
 
     Raises:
-        ValueError: the arguments contradict each other.
-        TypeError: ``pruning_fn`` is none of the above.
-        RuntimeError: the parameters are sharded.
+        ValueError: if the arguments contradict each other.
+        TypeError: if ``pruning_fn`` is of another type.
+        RuntimeError: if the parameters are sharded.
     """
 
     #: Names of the parameters that are pruned by default.
@@ -84,7 +86,7 @@ class ModelPruning(Callback):
             if name not in self.PARAMETER_NAMES:
                 raise ValueError(messages.unknown("name in ModelPruning's parameter_names", name, self.PARAMETER_NAMES))
         if verbose not in (0, 1, 2):
-            raise ValueError(f"ModelPruning: verbose={verbose!r} is not 0 (nothing), 1 (totals) or 2 (everything).")
+            raise ValueError(f"ModelPruning: verbose={verbose!r} must be 0 (nothing), 1 (totals) or 2 (everything).")
         self.pruning_fn = _function(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._method_name = _name(pruning_fn)
         self.use_global_unstructured = use_global_unstructured
@@ -113,10 +115,10 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = None,
         parameter_names: Sequence[str] = (),
     ) -> list[Pair]:
-        """Check the given (module, name) pairs; without any, return all of the module's parameters with these names.
+        """Check and return the given (module, name) pairs; without any, return all parameters with these names.
 
         Raises:
-            ValueError: a pair does not name a parameter, its module is not a submodule, or there is nothing to prune.
+            ValueError: if a pair does not name a parameter of a submodule, or if there is nothing to prune.
         """
         parts = {part: name for name, part in pl_module.named_modules() if name}
         if not parameters_to_prune:
@@ -124,15 +126,15 @@ class ModelPruning(Callback):
             found = [(part, name) for part in parts for name in wanted if _is_parameter(part, name)]
             if not found:
                 raise ValueError(
-                    f"ModelPruning has nothing to prune: no submodule of {type(pl_module).__name__} has a parameter "
-                    f"named {messages.names(wanted)}. Pass parameters_to_prune=[(module, name), ...]."
+                    f"ModelPruning has nothing to prune, because no submodule of {type(pl_module).__name__} has a "
+                    f"parameter named {messages.names(wanted)}. Pass parameters_to_prune=[(module, name), ...]."
                 )
             return found
         for part, name in parameters_to_prune:
             if part not in parts:
                 raise ValueError(
-                    f"ModelPruning(parameters_to_prune=...) names a {type(part).__name__} that is not a submodule of "
-                    f"the {type(pl_module).__name__} being trained. Take it from the module passed to fit."
+                    f"ModelPruning(parameters_to_prune=...) contains a {type(part).__name__} that is not a submodule "
+                    f"of the {type(pl_module).__name__} being trained. Take it from the module passed to fit."
                 )
             if not _is_parameter(part, name):
                 own = [known for known, _ in part.named_parameters(recurse=False)]
@@ -160,8 +162,8 @@ class ModelPruning(Callback):
         pairs = self._parameters_to_prune
         if any(hasattr(_trained(part, name), "to_local") for part, name in pairs):
             raise RuntimeError(
-                "ModelPruning cannot prune parameters that are sharded over processes. Train with strategy='ddp' or on "
-                "a single device, or remove the callback."
+                "ModelPruning cannot prune parameters that are sharded across processes. Train with strategy='ddp' or "
+                "on a single device, or remove the callback."
             )
         before = self._zeros()
         with torch.inference_mode(False), torch.no_grad():  # validations run in inference mode
@@ -189,7 +191,7 @@ class ModelPruning(Callback):
                 _refresh(part, name)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Make the pruned weights of a module and its submodules plain parameters."""
+        """Turn the pruned weights of a module and its submodules into plain parameters."""
         pairs = [pair for part in module.modules() for pair in _pruned_in(part)]
         with _KeptOrder(pairs):
             for part, name in pairs:
@@ -217,7 +219,7 @@ class ModelPruning(Callback):
             self.apply_lottery_ticket_hypothesis()
 
     def _agree(self, suffix: str) -> None:
-        """Use rank 0's masks or values on every rank, because random numbers differ between processes."""
+        """Copy rank 0's masks or values to every rank, because random numbers differ between processes."""
         if self._trainer is not None and self._trainer.world_size > 1:
             for part, name in self._parameters_to_prune:
                 own = getattr(part, name + suffix, None)
@@ -225,7 +227,7 @@ class ModelPruning(Callback):
                     own.copy_(self._trainer.strategy.broadcast_tensor(own.detach().clone()))
 
     def _zeros(self) -> list[tuple[int, int]]:
-        """Return, for each parameter, the number of masked weights and the number of all weights."""
+        """Return the number of masked weights and the total number of weights for each parameter."""
         pairs = self._parameters_to_prune
         masks = [getattr(part, f"{name}_mask", None) for part, name in pairs]
         sizes = [_trained(part, name).numel() for part, name in pairs]
@@ -280,7 +282,7 @@ class ModelPruning(Callback):
                     getattr(self._original[part], name).copy_(section["original"][key])
 
     def _state(self, pl_module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return what the plain weights do not contain: the masks, the masked values, and the initial values."""
+        """Return the state that the plain weights do not contain: masks, masked values and initial values."""
         names = {part: name for name, part in pl_module.named_modules()}
         state: dict[str, dict[str, Tensor]] = {"masks": {}, "masked": {}, "original": {}}
         for part, name in self._parameters_to_prune:
@@ -298,7 +300,7 @@ class ModelPruning(Callback):
 
 
 class _KeptOrder:
-    """Context that restores the order of the parameters, because optimizer states depend on it."""
+    """Context manager that restores the order of the parameters, because optimizer states depend on it."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._order = {part: [_plain(part, n) for n, _ in part.named_parameters(recurse=False)] for part, _ in pairs}
@@ -339,13 +341,13 @@ def _trained(part: nn.Module, name: str) -> Tensor:
 
 
 def _refresh(part: nn.Module, name: str) -> None:
-    """Recompute a pruned weight; torch would do so only in the next forward pass."""
+    """Recompute a pruned weight now; torch would do so only in the next forward pass."""
     if _is_pruned(part, name):
         setattr(part, name, (getattr(part, f"{name}_mask") * getattr(part, f"{name}_orig")).detach())
 
 
 def _plain_copy(part: nn.Module) -> nn.Module:
-    """Return a copy of a module on the CPU, without pruning."""
+    """Return an unpruned copy of a module, on the CPU."""
     for _, name in _pruned_in(part):
         _refresh(part, name)  # a tensor with a graph cannot be copied
     copied = copy.deepcopy(part).cpu()
@@ -359,15 +361,15 @@ def _resampled(part: nn.Module) -> nn.Module:
     reset = getattr(fresh, "reset_parameters", None)
     if reset is None:
         raise ValueError(
-            f"ModelPruning(resample_parameters=True) needs new random values for a {type(part).__name__}, which has no "
-            "reset_parameters(). Define it, or do not prune this module (parameters_to_prune)."
+            f"ModelPruning(resample_parameters=True) resets parameters to new random values, but {type(part).__name__} "
+            "has no reset_parameters(). Define that method, or leave this module out of parameters_to_prune."
         )
     reset()
     return fresh
 
 
 def _load_plain(part: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load plain weights into a module that is pruned; ``on_load_checkpoint`` then restores the masks."""
+    """Load plain weights into a pruned module; ``on_load_checkpoint`` then restores the masks."""
     for _part, name in _pruned_in(part):
         if prefix + name in state_dict:
             weight = state_dict.pop(prefix + name)
@@ -381,7 +383,7 @@ def _name(pruning_fn: Any) -> str:
 
 
 def _function(given: Any, everywhere: bool, dim: int | None, norm: int | None) -> Any:
-    """Return a method's class to prune all parameters together, else a function ``fn(module, name=, amount=)``."""
+    """Return a method class to prune all parameters together, or a function ``fn(module, name=, amount=)``."""
     if isinstance(given, str):
         _check_name(given, dim, norm)
     elif not callable(given):
@@ -409,7 +411,7 @@ def _check_name(name: str, dim: int | None, norm: int | None) -> None:
         raise ValueError(messages.unknown("pruning_fn", name, tuple(_METHODS), ", or pass a method or a function"))
     if name.endswith("_structured") and dim is None:
         raise ValueError(
-            f"ModelPruning({name!r}) removes whole rows or channels. Pass their dimension, such as pruning_dim=0."
+            f"ModelPruning({name!r}) removes entire rows or channels. Pass their dimension, such as pruning_dim=0."
         )
     if name == "ln_structured" and norm is None:
         raise ValueError("ModelPruning('ln_structured') needs pruning_norm, the n of the norm, such as 1 or 2.")

@@ -27,8 +27,8 @@ UNKNOWN = "?"
 class ModelSummary(Callback):
     """Print a table of the module's layers when training starts, on rank 0.
 
-    If ``module.example_input_array`` is set, its forward pass runs once to find each layer's input and output sizes and
-    floating-point operations. Random states, modes and running statistics are restored.
+    If ``module.example_input_array`` is set, the forward pass runs once with it to find each layer's input and output
+    sizes and floating-point operations. Random states, modes and running statistics are restored.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
@@ -52,7 +52,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """:class:`ModelSummary` under the name of Lightning's colored summary; it looks the same here."""
+    """:class:`ModelSummary` under the name of Lightning's colored summary. Both print the same table here."""
 
 
 @dataclass
@@ -61,10 +61,10 @@ class Layer:
 
     Attributes:
         name: the layer's path in the module.
-        type: its class.
-        parameters: number of its parameters, each counted once; uninitialized ones count 0.
+        type: the name of its class.
+        parameters: number of its parameters, each counted once; uninitialized ones count as 0.
         lazy: whether some of its parameters have no shape yet.
-        training: whether it is in train mode; None for the module's own parameters.
+        training: whether the layer is in train mode; None for the module's own parameters.
         in_size: shapes of the inputs, or "?".
         out_size: shapes of the outputs, or "?".
         flops: floating-point operations of a forward pass, or None.
@@ -81,23 +81,24 @@ class Layer:
 
 
 class Summary:
-    """Description of a module's layers; ``str()`` gives a table.
+    """Description of a module's layers; ``str()`` returns it as a table.
 
     Args:
-        model: any module; if its ``example_input_array`` is not None, its forward pass runs once with it.
-        max_depth: levels of nesting to describe; -1 describes all, 0 only counts.
-        run: runs the forward pass: ``run(model, example_input_array)``.
+        model: any module; if its ``example_input_array`` is not None, the forward pass runs once with that input.
+        max_depth: levels of nesting to describe; -1 describes all, and 0 only counts parameters.
+        run: function that runs the forward pass, called as ``run(model, example_input_array)``.
 
     Attributes:
         layers: the rows of the table.
-        total_parameters: number of parameters, shared ones counted once.
-        trainable_parameters: those of them that require a gradient.
+        total_parameters: number of parameters, with shared ones counted once.
+        trainable_parameters: number of parameters that require a gradient.
         parameter_bytes: memory of all parameters in their dtypes.
-        modules_in_train_mode: number of modules, at any depth, in train mode; likewise for eval mode.
-        has_lazy_parameters: whether some parameters have no shape yet, so that the totals are too small.
-        shares_parameters: whether rows share parameters, so that they add up to more than the total.
+        modules_in_train_mode: number of modules, at any depth, in train mode.
+        modules_in_eval_mode: number of modules, at any depth, in eval mode.
+        has_lazy_parameters: whether some parameters have no shape yet, so the totals are too small.
+        shares_parameters: whether rows share parameters, so the rows add up to more than the total.
         total_flops: floating-point operations of a forward pass with the example input, or None.
-        has_sizes: whether the example input was run.
+        has_sizes: whether the forward pass ran with the example input, so that sizes are known.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Summary:
 
     @property
     def _of_modules(self) -> list[Layer]:
-        """The rows without that of the module's own parameters."""
+        """The rows of the table, except the one for the module's own parameters."""
         return [layer for layer in self.layers if layer.training is not None]
 
     @property
@@ -143,17 +144,17 @@ class Summary:
 
     @property
     def param_nums(self) -> list[int]:
-        """The number of each layer's parameters."""
+        """The number of parameters in each layer."""
         return [layer.parameters for layer in self._of_modules]
 
     @property
     def in_sizes(self) -> list[Any]:
-        """The shapes of each layer's inputs, ``"?"`` where unknown."""
+        """The shapes of each layer's inputs; ``"?"`` where unknown."""
         return [layer.in_size for layer in self._of_modules]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """The shapes of each layer's outputs, ``"?"`` where unknown."""
+        """The shapes of each layer's outputs; ``"?"`` where unknown."""
         return [layer.out_size for layer in self._of_modules]
 
     @property
@@ -173,21 +174,21 @@ class Summary:
 
     @property
     def non_trainable_parameters(self) -> int:
-        """Parameters without ``requires_grad``."""
+        """The number of parameters that do not require a gradient."""
         return self.total_parameters - self.trainable_parameters
 
     @property
     def model_size(self) -> float:
-        """Memory of all parameters in MB (10^6 bytes)."""
+        """The memory of all parameters in MB (10^6 bytes)."""
         return self.parameter_bytes / 1e6
 
     def __str__(self) -> str:
         return self.text(messages.columns())
 
     def text(self, width: int | None = None) -> str:
-        """Return the table, in at most ``width`` columns (60 or more; None for no limit).
+        """Return the table, at most ``width`` characters wide (60 or more; None means no limit).
 
-        Long cells are wrapped between words. If that is not enough, columns are omitted, and a line names them.
+        Long cells are wrapped between words. If that is not enough, columns are omitted and listed below the table.
         """
         left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
         rows, left_out = fitted(
@@ -232,12 +233,12 @@ class Summary:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Describe a module's layers: :class:`Summary`."""
+    """Return a :class:`Summary` of a module's layers."""
     return Summary(module, max_depth)
 
 
 def human_readable(number: int) -> str:
-    """``12345`` -> ``"12.3 K"``."""
+    """Format a number for reading: ``12345`` becomes ``"12.3 K"``."""
     if number < 1000:
         return str(number)
     value = number / 1000
@@ -251,7 +252,7 @@ def human_readable(number: int) -> str:
 def _check_depth(max_depth: Any, what: str) -> None:
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ValueError(
-            f"{what}: max_depth={max_depth!r} is not a number of levels. Pass 1 for the top level, n for n, -1 for all."
+            f"{what}: max_depth={max_depth!r} must be a number of levels: 1 for the top level, n for n, -1 for all."
         )
 
 
@@ -260,13 +261,13 @@ def _mode(training: bool | None) -> str:
 
 
 def _as_it_is(module: nn.Module, inputs: Any) -> None:
-    """Run forward where the module's first parameter lives."""
+    """Run the forward pass on the device of the module's first parameter."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _call(module, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
-    """Return a function that runs the forward pass like the trainer: inputs moved and converted, with its precision."""
+    """Return a function that runs the forward pass as the trainer does: with its devices, dtypes and precision."""
 
     def run(module: nn.Module, inputs: Any) -> None:
         move = trainer.strategy.batch_mover()
@@ -301,9 +302,9 @@ def _measure(
     layers: Mapping[str, nn.Module],
     rows: Mapping[str, Layer],
 ) -> int | None:
-    """Run the forward pass with the example input, record sizes in the rows and return the operations.
+    """Run the forward pass with the example input, record the sizes in the rows and return the number of operations.
 
-    If it fails, there is a warning, and None is returned.
+    If the forward pass fails, warn and return None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -332,7 +333,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Turn off the fused inference path of attention, whose operations are not counted."""
+    """Turn off the fused inference path of attention, because its operations are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -342,7 +343,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 def _watch(layer: nn.Module, row: Layer, flops: Callable[[], int]) -> tuple[Any, Any]:
-    """Record in ``row`` the sizes of the layer's first call and the operations of all its calls."""
+    """Record the sizes of the layer's first call and the operations of all its calls in ``row``."""
     row.flops = 0
     started: list[int] = []
 
@@ -370,7 +371,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; restore modes and random states afterwards."""
+    """Context manager that puts a module in eval mode and restores its modes and the random states afterwards."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module must not be compiled for the example's shapes.

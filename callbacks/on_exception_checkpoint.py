@@ -22,7 +22,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     Args:
         dirpath: a folder, or a URL such as ``s3://bucket/run``.
-        filename: name without suffix.
+        filename: file name without a suffix.
     """
 
     FILE_EXTENSION = ".ckpt"
@@ -31,14 +31,14 @@ class OnExceptionCheckpoint(Checkpoint):
         if not filename:
             raise ValueError(
                 f"OnExceptionCheckpoint: filename={filename!r} is empty, so the file would have no name. Pass a name "
-                "without suffix, or leave the argument out for 'on_exception'."
+                "without a suffix, or leave the argument out to use 'on_exception'."
             )
         self.dirpath = storage.absolute(dirpath)
         self.filename = filename.removesuffix(self.FILE_EXTENSION)
 
     @property
     def ckpt_path(self) -> str:
-        """The path of the file, whether or not it exists."""
+        """The path of the checkpoint, whether or not it exists."""
         return storage.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
@@ -51,6 +51,6 @@ class OnExceptionCheckpoint(Checkpoint):
         what = type(exception).__name__
         try:
             trainer.save_checkpoint(self.ckpt_path)
-            messages.info(f"{what} ended the fit. The state is saved in {self.ckpt_path!r}.")
+            messages.info(f"{what} ended the fit. The state was saved in {self.ckpt_path!r}.")
         except Exception as error:  # so that the original exception is raised
             messages.warn(f"The state could not be saved after the {what}: {error}")

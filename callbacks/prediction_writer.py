@@ -1,4 +1,4 @@
-"""Callback that writes predictions, batch by batch or all at the end."""
+"""Callback that writes predictions, either after each batch or all at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """When a :class:`BasePredictionWriter` writes; each equals its string."""
+    """When a :class:`BasePredictionWriter` writes. Each member equals its string value."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -23,12 +23,12 @@ class WriteInterval(str, Enum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether it writes after each batch."""
+        """Whether to write after each batch."""
         return self is not WriteInterval.EPOCH
 
     @property
     def on_epoch(self) -> bool:
-        """Whether it writes at the end of the run."""
+        """Whether to write at the end of the run."""
         return self is not WriteInterval.BATCH
 
 
@@ -36,11 +36,11 @@ _INTERVALS = tuple(interval.value for interval in WriteInterval)
 
 
 class BasePredictionWriter(Callback):
-    """Base class for storing the results of ``trainer.predict``. Every rank writes its own share.
+    """Base class for callbacks that store the results of ``trainer.predict``. Every rank writes its own predictions.
 
     Args:
-        write_interval: ``"batch"`` calls :meth:`write_on_batch_end`, ``"epoch"`` :meth:`write_on_epoch_end`,
-            ``"batch_and_epoch"`` both. To write by batch without keeping all predictions in memory, pass
+        write_interval: ``"batch"`` calls :meth:`write_on_batch_end`, ``"epoch"`` calls :meth:`write_on_epoch_end`, and
+            ``"batch_and_epoch"`` calls both. To write each batch without keeping all predictions in memory, pass
             ``return_predictions=False`` to ``trainer.predict``.
 
     Example::
@@ -71,9 +71,9 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Store what ``predict_step`` returned for one batch, which is still on its device.
+        """Store what ``predict_step`` returned for one batch. The prediction is still on its device.
 
-        ``batch_indices`` are the indices of its samples in the dataset, or None if the loader has no batch sampler.
+        ``batch_indices`` are the dataset indices of the batch's samples, or None if the loader has no batch sampler.
         """
         raise NotImplementedError(self._unwritten("write_on_batch_end"))
 
@@ -84,11 +84,11 @@ class BasePredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        """Store the predictions of the whole run.
+        """Store the predictions of the entire run.
 
-        ``predictions`` are as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
-        there are several. They are kept even with ``return_predictions=False``. ``batch_indices`` has for each loader a
-        list with each batch's indices in the dataset.
+        ``predictions`` has the same form as the result of ``trainer.predict``: one item per batch or, with several
+        loaders, one such list per loader. They are kept even with ``return_predictions=False``. ``batch_indices`` has
+        one list per loader, with the dataset indices of each batch.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 
@@ -102,7 +102,7 @@ class BasePredictionWriter(Callback):
         name = type(self).__name__
         return (
             f"{name} has write_interval={self.interval.value!r}, which calls {method}, but does not define that "
-            f"method. Define {name}.{method}, or choose another write_interval ({messages.names(_INTERVALS)})."
+            f"method. Define {name}.{method}, or choose a different write_interval ({messages.names(_INTERVALS)})."
         )
 
     def on_predict_batch_end(

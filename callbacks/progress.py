@@ -1,8 +1,8 @@
-"""Base of all progress bars: their contents and when they are drawn.
+"""Base of all progress bars: what they show and when they are drawn.
 
-``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow training down. It is drawn by
-the clock, at most ten times a second on a terminal, and drawing takes at most a tenth of the time. A batch that draws
-nothing costs one call, one reading of the clock and two comparisons. There is no thread.
+``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow down training, so drawing is
+limited by time: bars are drawn at most ten times a second on a terminal, and drawing takes at most a tenth of the time.
+A batch that draws nothing costs one call, one clock reading and two comparisons. No thread is used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: The displayed speed is an average in which a batch's weight falls to 37 % after this many seconds.
+#: The displayed speed is a moving average in which the weight of a batch falls to 37 % after this many seconds.
 SPEED_SECONDS = 10.0
 #: Shortest time in seconds from which a speed is computed.
 LEAST_SECONDS = 0.1
-#: Largest fraction of the time that drawing may take; above it bars are drawn less often.
+#: Largest fraction of the time that drawing may take; above it, bars are drawn less often.
 DRAW_FRACTION = 0.1
 
 
 class ProgressBar(Callback):
-    """Base class of all progress bars. In a subclass, define hooks, read the totals and call :meth:`get_metrics`.
+    """Base class of all progress bars. A subclass defines hooks that read the totals and call :meth:`get_metrics`.
 
     To change only metrics or descriptions, subclass ``RichProgressBar`` instead.
     """
@@ -53,7 +53,7 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown. False on all ranks but 0."""
+        """Whether anything is shown; False on all ranks except 0."""
         return self._enabled
 
     @property
@@ -66,17 +66,17 @@ class ProgressBar(Callback):
         self._enabled = True
 
     def disable(self) -> None:
-        """Show nothing until :meth:`enable`."""
+        """Show nothing until :meth:`enable` is called."""
         self._enabled = False
 
     @property
     def sanity_check_description(self) -> str:
-        """The text shown before the bar of the sanity check."""
+        """The text shown before the sanity check bar."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """The text shown before the training bar, followed by the epoch's number."""
+        """The text shown before the training bar, followed by the epoch number."""
         return "Epoch"
 
     @property
@@ -96,28 +96,28 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches in a training epoch, ``inf`` if the loader has no length."""
+        """The number of batches in a training epoch; ``inf`` if the loader has no length."""
         return self.trainer.num_training_batches
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the current validation loader (or sanity check), ``inf`` if it has no length."""
+        """The number of batches in the current validation loader or sanity check; ``inf`` if it has no length."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the current test loader, ``inf`` if it has no length."""
+        """The number of batches in the current test loader; ``inf`` if it has no length."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the current prediction loader, ``inf`` if it has no length."""
+        """The number of batches in the current prediction loader; ``inf`` if it has no length."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders together; 0 if validation is off."""
+        """The total number of batches in all validation loaders; 0 if validation is off."""
         return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
 
     def _of_loader(self, totals: Sequence[int | float]) -> int | float:
@@ -125,7 +125,7 @@ class ProgressBar(Callback):
         return totals[idx] if idx < len(totals) else inf
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Record the loader of a batch; return whether the previous batch came from another."""
+        """Record the loader of a batch; return True if the previous batch came from a different loader."""
         changed = dataloader_idx != self._dataloader_idx
         self._dataloader_idx = dataloader_idx
         return changed
@@ -140,10 +140,10 @@ class ProgressBar(Callback):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, int | str | float]:
-        """Return the displayed metrics: values logged with ``prog_bar=True``, then ``v_num``, the logger's version.
+        """Return the metrics to show: values logged with ``prog_bar=True``, then ``v_num``, the logger's version.
 
-        Override it to add, remove or reformat metrics; you may change the dict. Numbers are formatted, strings are
-        shown unchanged. It is called only when the bar is drawn.
+        Override this method to add, remove or reformat metrics; you may change the dict that it returns. Numbers are
+        formatted; strings are shown unchanged. The method is called only when the bar is drawn.
         """
         version = _version(trainer)
         standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
@@ -152,7 +152,7 @@ class ProgressBar(Callback):
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
     ) -> None:
-        """Print like the built-in ``print``, above the bar; ``file`` prints there instead."""
+        """Print above the bar, or to ``file`` if it is given. Takes the arguments of the built-in ``print``."""
         stream = sys.stdout if file is None else file
         if stream is not None:
             stream.write(_joined(args, sep, end))
@@ -173,7 +173,7 @@ def _version(trainer: Trainer) -> int | str | None:
 
 
 class Bar:
-    """One row: progress and speed of a loop over batches. Times are readings of ``perf_counter``."""
+    """One row of output: the progress and speed of a loop over batches. Times are ``perf_counter`` readings."""
 
     def __init__(self, stage: str, description: str, total: float, n: int, now: float) -> None:
         self.stage = stage
@@ -193,22 +193,22 @@ class Bar:
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Continue after a pause (a validation), which the speed does not include."""
+        """Continue after a pause (such as validation) and exclude the pause from the speed."""
         self._at = now
 
     @property
     def speed(self) -> float | None:
-        """Batches per second; None while the time is too short to measure it."""
+        """Batches per second; None while the elapsed time is too short to measure the speed."""
         return self._batches / self._seconds if self._batches and self._seconds >= LEAST_SECONDS else None
 
     @property
     def count_text(self) -> str:
-        """``"120/400"``, or ``"120"`` without a total."""
+        """The batch count, such as ``"120/400"``, or ``"120"`` if the total is unknown."""
         return f"{self.n}" if self.total is None else f"{self.n}/{self.total}"
 
     @property
     def time_text(self) -> str:
-        """Elapsed and, if known, remaining time: ``"0:12 < 0:28"``."""
+        """The elapsed time and, if known, the remaining time, such as ``"0:12 < 0:28"``."""
         elapsed = clock_text(self._at - self.started)
         speed = self.speed
         if self.total is None or speed is None or self.n >= self.total:
@@ -217,7 +217,7 @@ class Bar:
 
     @property
     def speed_text(self) -> str:
-        """``"10.2 it/s"``, or ``"12.5 s/it"`` when slow."""
+        """The speed, such as ``"10.2 it/s"``, or ``"12.5 s/it"`` if it is below one batch per second."""
         speed = self.speed
         if speed is None:
             return "-- it/s"
@@ -225,7 +225,7 @@ class Bar:
 
 
 def clock_text(seconds: float) -> str:
-    """``75`` -> ``"1:15"``, ``3700`` -> ``"1:01:40"``."""
+    """Format a duration: ``75`` becomes ``"1:15"``, and ``3700`` becomes ``"1:01:40"``."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
@@ -237,12 +237,12 @@ def metric_text(value: Any, spec: str = "#.4g") -> str:
 
 
 def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
-    """Format each metric as ``"name=value"``, the same on every surface."""
+    """Format each metric as ``"name=value"``, in the same way for every surface."""
     return [f"{name}={metric_text(value, spec)}" for name, value in metrics.items()]
 
 
 def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
-    """Join texts to lines of at most ``width`` columns, never breaking inside a text; later lines are indented."""
+    """Join texts into lines of at most ``width`` columns without breaking a text; indent all lines but the first."""
     lines: list[str] = []
     for text in texts:
         longer = f"{lines[-1]}{delimiter}{text}" if lines else text
@@ -254,7 +254,7 @@ def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str 
 
 
 def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
-    """Return the line that a finished bar leaves, wrapped at ``width`` columns; empty for a nested bar."""
+    """Return the line that a finished bar leaves behind, wrapped at ``width`` columns; empty for a nested bar."""
     ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
     return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
 
@@ -267,11 +267,11 @@ def _line(bar: Bar, metrics: Mapping[str, Any], width: int | None = None, spec: 
 
 
 class Surface(Protocol):
-    """Output of a bar: a terminal, a notebook, or lines in a file."""
+    """Where bars are drawn: a terminal, a notebook, or lines in a file."""
 
     #: Shortest time between two drawings.
     seconds: float
-    #: Whether a bar appears as soon as it is opened, not only after ``seconds``.
+    #: Whether a bar appears as soon as it is opened instead of after ``seconds``.
     immediate: bool
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
@@ -279,7 +279,7 @@ class Surface(Protocol):
         ...
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        """Finish the last of ``bars``, which is not drawn again. Return whether it left something on the screen."""
+        """Finish the last of ``bars``, which is not drawn again; return True if it left something on the screen."""
         ...
 
     def write(self, text: str) -> None:
@@ -292,10 +292,10 @@ class Surface(Protocol):
 
 
 class PlainLines(Surface):
-    """Occasional plain lines, for output that is not a terminal: a file, a pipe, a batch system.
+    """Occasional plain lines, for output that goes to a file, a pipe or a batch system instead of a terminal.
 
-    A line is written every ``seconds`` and at the end of each training epoch, validation, test and prediction. There
-    are no control characters.
+    A line is written every ``seconds`` and at the end of each training epoch, validation, test and prediction. The
+    lines contain no control characters.
     """
 
     immediate = False
@@ -326,23 +326,23 @@ class PlainLines(Surface):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Progress bar that draws itself on the surface that a subclass makes (:meth:`_make_surface`).
+    """Progress bar that draws itself on the surface that a subclass creates (:meth:`_make_surface`).
 
     Args:
-        refresh_rate: draw at most every this many batches (and never more often than the clock allows); 0 draws
+        refresh_rate: minimum number of batches between two drawings, which are also limited by the clock; 0 draws
             nothing.
-        leave: keep the full bar of every epoch and evaluation, not just a line per epoch.
+        leave: keep the full bar of every epoch and evaluation instead of a single line per epoch.
     """
 
-    #: Seconds between two lines where the output is not a terminal.
+    #: Seconds between two lines if the output is not a terminal.
     plain_seconds: float = 10.0
 
     def __init__(self, refresh_rate: int, leave: bool) -> None:
         super().__init__()
         if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int) or refresh_rate < 0:
             raise ValueError(
-                f"{type(self).__name__}: refresh_rate={refresh_rate!r} is not a number of batches. "
-                "Pass an integer: 1 to draw as often as the clock allows, n for every n batches, 0 for no bar."
+                f"{type(self).__name__}: refresh_rate={refresh_rate!r} must be an integer of at least 0: "
+                "1 to draw as often as the clock allows, n to draw every n batches, or 0 for no bar."
             )
         self._refresh_rate = refresh_rate
         self._leave = bool(leave)
@@ -359,7 +359,7 @@ class DrawnProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Smallest number of batches between two drawings; 0 means no bar."""
+        """Minimum number of batches between two drawings; 0 means no bar."""
         return self._refresh_rate
 
     @property
@@ -469,7 +469,7 @@ class DrawnProgressBar(ProgressBar):
         return Bar(stage, description, total, n, now)
 
     def _open_inner(self, dataloader_idx: int, n: int) -> None:
-        """Start the bar of an evaluation loader, below a training bar, with ``n`` batches done."""
+        """Start an evaluation loader's bar with ``n`` batches done, below the training bar if there is one."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())
@@ -481,7 +481,7 @@ class DrawnProgressBar(ProgressBar):
         self._draw_if_due()
 
     def _finish_inner(self) -> None:
-        """End the bar of one evaluation loader and return to the training bar if there is one."""
+        """Finish the evaluation loader's bar and return to the training bar if there is one."""
         if self._inner is None:
             return
         if not self._finish() and self._train is None:
@@ -493,7 +493,7 @@ class DrawnProgressBar(ProgressBar):
             self._draw_if_due()
 
     def _finish(self) -> bool:
-        """Finish the innermost bar. Return whether it left something on the screen and is not drawn again."""
+        """Finish the innermost bar; return True if it left something on the screen and is not drawn again."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -519,7 +519,7 @@ class DrawnProgressBar(ProgressBar):
         return self._shown
 
     def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Draw the bars and set the earliest time of the next drawing."""
+        """Draw the bars and set the earliest time for the next drawing."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -528,7 +528,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw when bars change, if the clock allows it or the previous bars were shown long enough."""
+        """Draw after bars have changed, if the clock allows it or the previous bars were shown long enough."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):
@@ -536,7 +536,7 @@ class DrawnProgressBar(ProgressBar):
         self._changed = now
 
     def _draw_last(self) -> None:
-        """Draw the final state of the bars; plain lines are already written."""
+        """Draw the final state of the bars, except for plain lines, which are already written."""
         if self._surface is not None and self._surface.immediate and self._bars():
             self._draw()
 
@@ -546,7 +546,7 @@ class DrawnProgressBar(ProgressBar):
             self._due = end + max(self._surface.seconds, (end - start) / DRAW_FRACTION)
 
     def _on_surface(self, method: str, *args: Any) -> Any:
-        """Draw. If the output is gone (a closed pipe), warn once and continue without a bar."""
+        """Call a method of the surface. If the output is gone (a closed pipe), warn once and continue without a bar."""
         if self._surface is None:
             return None
         try:
@@ -556,20 +556,20 @@ class DrawnProgressBar(ProgressBar):
             self._due = inf
             self._enabled = False
             messages.warn_once(
-                f"{type(self).__name__} can no longer write its output ({error}) and shows nothing from now on. The "
-                "run continues, and its metrics still reach the loggers."
+                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing from now on. "
+                "The run continues, and its metrics are still logged."
             )
             return None
 
     def _close(self) -> None:
-        """Stop drawing; a later run starts again."""
+        """Stop drawing until the next run."""
         self._on_surface("close")
         self._surface = self._train = self._inner = None
         self._dataloader_idx = None
         self._due = inf
 
 
-#: By stage: the bar's attribute with the description, and the trainer's attribute with the batches of each loader.
+#: For each stage, the bar's attribute for the description and the trainer's for the number of batches per loader.
 _EVALUATIONS = {
     "sanity_check": ("sanity_check_description", "num_sanity_val_batches"),
     "validate": ("validation_description", "num_val_batches"),
@@ -581,7 +581,7 @@ _DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswit
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether ``stream`` is a terminal with a movable cursor."""
+    """Return True if ``stream`` is a terminal with a movable cursor."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 

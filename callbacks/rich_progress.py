@@ -30,7 +30,7 @@ _BESIDE_THE_BAR = 60
 
 @dataclass(frozen=True)
 class RichProgressBarTheme:
-    """Look of a :class:`RichProgressBar`: rich styles (``"green"``, ``"bold #ff8800"``) and formats.
+    """The look of a :class:`RichProgressBar`: rich styles (``"green"``, ``"bold #ff8800"``) and formats.
 
     Args:
         description: style of the text before the bar.
@@ -41,8 +41,8 @@ class RichProgressBarTheme:
         time: style of the times.
         processing_speed: style of the speed.
         metrics: style of the metrics.
-        metrics_text_delimiter: the text between two metrics.
-        metrics_format: format of metrics that are floats; the default gives four significant digits.
+        metrics_text_delimiter: text between two metrics.
+        metrics_format: format of metrics that are floats; the default shows four significant digits.
     """
 
     description: str = ""
@@ -67,14 +67,15 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnProgressBar):
-    """Bars drawn with rich in a terminal or notebook; occasional plain lines in other output.
+    """Progress bar drawn with rich in a terminal or notebook; in other output, it writes occasional plain lines.
 
-    Nested bars (validation inside an epoch) are drawn below each other, with the metrics below them. A finished epoch
-    leaves one line. Other output appears above the bars.
+    Nested bars (validation inside an epoch) are drawn below each other, with the metrics at the bottom. A finished
+    epoch leaves one line. Other output appears above the bars.
 
     Args:
-        refresh_rate: draw at most every this many batches, and at most ten times a second. 0 shows nothing.
-        leave: keep the full bar of every epoch and evaluation on the screen, not just a line per epoch.
+        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. Bars are drawn at most ten times
+            a second.
+        leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
         theme: colors and formats.
         console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.
 
@@ -123,12 +124,12 @@ class RichProgressBar(DrawnProgressBar):
 
 
 def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
-    """Whether the cursor can be moved. ``FORCE_COLOR`` alone, as CI services set it, does not make a log a terminal."""
+    """Return True if the cursor can be moved. ``FORCE_COLOR``, which CI services set, is not enough for that."""
     return console.is_terminal and (bool(asked.get("force_terminal")) or is_terminal(console.file))
 
 
 class _Terminal(Surface):
-    """Rows at the bottom of a terminal, redrawn in place. Rich's refresh thread is not used."""
+    """Rows at the bottom of a terminal, redrawn in place without rich's refresh thread."""
 
     seconds = 0.1
     immediate = True
@@ -215,7 +216,7 @@ class _Notebook(Surface):
 
 
 def _rows(bars: Sequence[Bar], metrics: Mapping[str, Any], theme: RichProgressBarTheme, width: int) -> Table:
-    """Build the table of bars with the metrics below them."""
+    """Build a table of the bars, with the metrics below them."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Callback that writes a page about each run: curves, speed, time split, checkpoints, settings, machine and outcome."""
+"""Callback that writes a report page for each run: curves, speed, time breakdown, checkpoints, settings and outcome."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 #: Seconds after which a row is written even if nothing was logged.
 TICK_SECONDS = 10.0
-#: Hooks that only rank 0 has, while a run is recorded.
+#: Hooks that are active only on rank 0, while a run is recorded.
 _TIMED = ("on_train_batch_start", "on_train_batch_end")
 _MOST_RATES = 8
 _MOST_TRACEBACK = 20000
 
 
 class RunReport(Callback):
-    """Record a run and write a page about it when it ends, for whatever reason.
+    """Record a run and write a report page when it ends, for whatever reason.
 
-    ``run_report.jsonl`` grows during the run. At the end it is turned into ``run_report.html``, a single self-contained
-    file. If the process is killed (``kill -9``, out of memory), the record remains, and ``paceline report FOLDER``
-    makes the page. A resumed run continues its record. ``paceline report A B`` compares two runs side by side.
+    ``run_report.jsonl`` grows during the run. When the run ends, it is turned into ``run_report.html``, a single
+    self-contained file. If the process is killed (``kill -9``, out of memory), the record remains, and
+    ``paceline report FOLDER`` creates the page. A resumed run continues its record. ``paceline report A B`` compares
+    two runs side by side.
 
-    The page shows all logged values as curves; learning rates; speed; how the time was spent by the host's clock
+    The page shows all logged values as curves; learning rates; speed; where the time went, measured on the host
     (waiting for data, steps, evaluation, checkpoints, other); existing checkpoints; arguments and settings with their
     origin; hyperparameters; versions, devices, command and git state; and how the run ended, with the exception if
     there was one. No logger is required.
 
-    Rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values go to
-    the loggers. The host never waits for the device, so on a GPU step times are what the host sees.
+    Only rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values are
+    logged. The host never waits for the device, so step times on a GPU are times on the host's clock.
 
     Args:
         dirpath: the folder; None means the run's folder (``trainer.log_dir``).
@@ -61,8 +62,8 @@ class RunReport(Callback):
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         if dirpath is not None and storage.is_remote(dirpath):
             raise ValueError(
-                f"RunReport: dirpath={os.fspath(dirpath)!r} is a remote URL, but the record is a local file that "
-                "is extended line by line. Pass a local or mounted folder."
+                f"RunReport: dirpath={os.fspath(dirpath)!r} is a remote URL, but the record must be a local "
+                "file, because lines are appended to it. Pass a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
         self._clock = Clock()
@@ -74,7 +75,7 @@ class RunReport(Callback):
 
     @property
     def path(self) -> str | None:
-        """Path of the page, which may not exist yet; None on ranks other than 0 and before the path is known."""
+        """The path of the page, which may not exist yet; None on ranks other than 0 and before the path is known."""
         record = None if self._record is None else self._record.path
         return None if record is None else str(record.with_suffix(".html"))
 
@@ -82,14 +83,14 @@ class RunReport(Callback):
         self.add_split(profiler, seconds)
 
     def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
-        """Add another time split to the page, such as a profiler's times inside a step.
+        """Add another time breakdown to the page, such as a profiler's times inside a step.
 
         Args:
             source: name of the measurement; a later call with the same name replaces the earlier one.
-            seconds: seconds by part.
+            seconds: maps each part to its seconds.
 
         Raises:
-            TypeError: if it is not a mapping, or a value is not a number.
+            TypeError: if ``seconds`` is not a mapping, or a value is not a number.
             ValueError: if a value is negative or not finite.
         """
         _check_split(source, seconds)
@@ -200,7 +201,7 @@ class RunReport(Callback):
         return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _time_batches(self) -> None:
-        """Restore the batch hooks, which are removed when nothing is recorded."""
+        """Restore the batch hooks, which are disabled while nothing is recorded."""
         for name in _TIMED:
             if vars(self).get(name, self) is None:
                 delattr(self, name)
@@ -215,7 +216,7 @@ class RunReport(Callback):
 
     @staticmethod
     def _write_page(record: Path) -> None:
-        """Write the page. A failure to write it does not fail the run."""
+        """Write the page. If that fails, only warn."""
         from ..report.history import read
         from ..report.run_page import single, write
 
@@ -223,8 +224,8 @@ class RunReport(Callback):
             path = write(record.with_suffix(".html"), single(read(record)))
         except Exception as error:
             messages.warn(
-                f"The page about this run could not be created ({type(error).__name__}: {error}). Its record is "
-                f"complete: try `paceline report {record}`."
+                f"The report page of this run could not be created ({type(error).__name__}: {error}). The record is "
+                f"complete, so you can try again with `paceline report {record}`."
             )
             return
         messages.info_once(f"Report of the run: {messages.path(path)}")
@@ -238,11 +239,11 @@ class RunReport(Callback):
 
 
 def _check_split(source: str, seconds: Any) -> None:
-    """Raise unless ``seconds`` is a valid time split."""
+    """Raise unless ``seconds`` maps parts to valid times."""
     call = f"RunReport.add_split({source!r}, {seconds!r})"
-    fix = "Pass seconds by part, such as {'forward': 1.2, 'backward': 2.3}."
+    fix = "Pass the seconds of each part, such as {'forward': 1.2, 'backward': 2.3}."
     if not isinstance(seconds, Mapping):
-        raise TypeError(f"{call}: the split is {messages.a(seconds)}. {fix}")
+        raise TypeError(f"{call}: seconds is {messages.a(seconds)}, not a dict. {fix}")
     for part, value in seconds.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{call}: {part!r} is {messages.a(value)}, not a number. {fix}")
@@ -251,7 +252,7 @@ def _check_split(source: str, seconds: Any) -> None:
 
 
 def _now(trainer: Trainer) -> dict[str, Any]:
-    """Return the run's state for a row, without learning rates that are device tensors: the host must not wait."""
+    """Return the run's state for a row. Learning rates in device tensors are left out, so the host does not wait."""
     state = trainer.state
     return {
         "epoch": state.epoch,
@@ -275,7 +276,7 @@ def _rates(optimizers: list[Any]) -> dict[str, float]:
 
 
 def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
-    """Return the facts that are known before the run begins."""
+    """Return the facts about the run that are known before it begins."""
     strategy = trainer.strategy
     return {
         "name": type(module).__name__,
@@ -314,7 +315,7 @@ def _parameters(module: TrainingModule) -> int | None:
 
 
 def _data(trainer: Trainer) -> dict[str, Any]:
-    """Return facts about the training batches, and the checkpoint folders, which are known by now."""
+    """Return facts about the training batches and the checkpoint folders, both known only when training starts."""
     folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -338,7 +339,7 @@ def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
 
 
 def _peaks(trainer: Trainer) -> dict[str, int]:
-    """Return this process's peak memory."""
+    """Return this process's peak memory in bytes, on the device and on the host."""
     found = {}
     if trainer.strategy.device.type == "cuda":
         found["device"] = torch.cuda.max_memory_allocated(trainer.strategy.device)

@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging: the mean of the last epochs' weights, with its own schedule."""
+"""Callback for stochastic weight averaging: averages the weights of the last epochs, with its own learning rates."""
 
 from __future__ import annotations
 
@@ -40,23 +40,25 @@ class StochasticWeightAveraging(Callback):
     """Average the weights at the end of each of the last epochs and load the mean into the module when the fit ends.
 
     From the start epoch on, a schedule towards ``swa_lrs`` replaces the run's scheduler. When the fit ends, the mean
-    replaces the weights, and BatchNorm statistics are re-estimated for it in one more pass over the training data
-    through ``training_step``, without gradients and logging. Validation and the checkpoints written during the fit use
+    replaces the weights, and BatchNorm statistics are re-estimated for the mean in one more pass over the training data
+    through ``training_step``, without gradients or logging. Validation and the checkpoints written during the fit use
     the current weights; the average is part of this callback's state. A checkpoint written after the fit contains both
-    the mean and the weights that were trained.
+    the mean and the trained weights.
 
     Args:
         swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
         swa_epoch_start: first epoch to average, counted from 1. A float is a fraction of ``max_epochs`` (0.8 of 10
             epochs is the 8th).
-        annealing_epochs: epochs from the current learning rate to ``swa_lrs``; 0 changes it immediately.
+        annealing_epochs: number of epochs over which the learning rate changes to ``swa_lrs``; 0 changes it
+            immediately.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: ``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; None means the mean.
-        device: device of the average; None keeps it with the weights.
+        device: device of the average; None means the device of the weights.
 
     Raises:
-        TypeError: for an argument of the wrong kind.
-        ValueError: for an argument out of range; when the fit starts, for a setup that cannot be averaged this way.
+        TypeError: for an argument of the wrong type.
+        ValueError: for an argument out of range, or, when the fit starts, for a setup that this callback does not
+            support.
 
     References:
         Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
@@ -78,8 +80,8 @@ class StochasticWeightAveraging(Callback):
             raise ValueError(messages.unknown("annealing_strategy", annealing_strategy, ("cos", "linear")))
         if avg_fn is not None and not callable(avg_fn):
             raise TypeError(
-                f"{name}: avg_fn={avg_fn!r} is not callable. Pass a function of (average, current, n_averaged) that "
-                "returns a tensor, or None for the mean."
+                f"{name}: avg_fn={avg_fn!r} is not callable. Pass a function that takes (average, current, "
+                "n_averaged) and returns a tensor, or None for the mean."
             )
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
@@ -100,12 +102,12 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """Index (0-based) of the first averaged epoch; known once a fit has started."""
+        """The first averaged epoch (0-based); known once a fit has started."""
         return self._start
 
     @property
     def n_averaged(self) -> int:
-        """Number of epochs in the average."""
+        """The number of epochs in the average."""
         return self._average.n_averaged if self._average else self._restored.get("n_averaged", 0)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -135,8 +137,8 @@ class StochasticWeightAveraging(Callback):
             )
         if len(trainer.lr_scheduler_configs) > 1:
             raise ValueError(
-                f"{me} replaces the learning rate scheduler, but {module}.configure_optimizers returned "
-                f"{len(trainer.lr_scheduler_configs)} of them. Return one (SequentialLR joins several) or none."
+                f"{me} can replace only one learning rate scheduler, but {module}.configure_optimizers returned "
+                f"{len(trainer.lr_scheduler_configs)}. Return one scheduler (SequentialLR joins several) or none."
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
@@ -155,7 +157,7 @@ class StochasticWeightAveraging(Callback):
             if trainer.max_epochs is None or trainer.max_epochs < 0:
                 raise ValueError(
                     f"{type(self).__name__}: swa_epoch_start={start} is a fraction of max_epochs, but this run has "
-                    f"max_epochs={trainer.max_epochs}. Set max_epochs, or give the first epoch as an integer."
+                    f"max_epochs={trainer.max_epochs}. Set max_epochs, or pass the first epoch as an integer."
                 )
             start = int(trainer.max_epochs * start)
         return max(start - 1, 0)
@@ -165,8 +167,8 @@ class StochasticWeightAveraging(Callback):
         if self._average is None and epoch >= self._start:
             if epoch > self._start:
                 messages.warn(
-                    f"{type(self).__name__} starts in epoch {epoch}, later than its first epoch {self._start}, because "
-                    "the run was resumed from a checkpoint without its state. Only epochs from here on are averaged."
+                    f"{type(self).__name__} starts in epoch {epoch} instead of epoch {self._start}, because the run "
+                    "was resumed from a checkpoint without the callback's state. Only epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
             self._last_epoch = epoch - 1
@@ -179,7 +181,7 @@ class StochasticWeightAveraging(Callback):
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
         if isinstance(rates, list) and len(rates) != groups:
             raise ValueError(
-                f"{type(self).__name__}: swa_lrs={rates} gives {len(rates)} learning rates, but the optimizer of "
+                f"{type(self).__name__}: swa_lrs={rates} has {len(rates)} learning rates, but the optimizer of "
                 f"{type(pl_module).__name__} has {groups} parameter groups. Pass one for each, or one number for all."
             )
         scheduler = SWALR(
@@ -205,9 +207,9 @@ class StochasticWeightAveraging(Callback):
                 _estimate_statistics(trainer, pl_module)
         else:
             messages.warn(
-                f"{type(self).__name__} averaged nothing: the fit ended after {trainer.current_epoch} epochs, before "
-                f"the end of its first epoch {self._start} (0-based), so {type(pl_module).__name__} keeps its last "
-                "weights. Train longer, or lower swa_epoch_start."
+                f"{type(self).__name__} averaged no weights, because the fit ended after {trainer.current_epoch} "
+                f"epochs, before the end of epoch {self._start} (0-based), the first to average. "
+                f"{type(pl_module).__name__} keeps its last weights. Train longer, or lower swa_epoch_start."
             )
 
     def _show(self, pl_module: TrainingModule) -> None:
@@ -219,7 +221,7 @@ class StochasticWeightAveraging(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._final or not self.n_averaged:
             return
-        if self._finished is not None:  # saved after the run's end, so there was nothing left to train
+        if self._finished is not None:  # the checkpoint was saved after the run ended, so nothing was left to train
             self._show(pl_module)
             trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading is not False)
         else:
@@ -241,7 +243,7 @@ class StochasticWeightAveraging(Callback):
         self._restored = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        resumable = "callbacks" in checkpoint  # else the file contains only weights
+        resumable = "callbacks" in checkpoint  # otherwise, the file contains only weights
         if resumable and self._final and self._average is not None and self._average.module is pl_module:
             trained = self._average.held_state(trainer.strategy) | self._held_statistics
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
@@ -256,12 +258,12 @@ def _check_rates(owner: str, rates: Any) -> None:
     values = rates if isinstance(rates, list) else [rates]
     if not values or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
         raise TypeError(
-            f"{owner}: swa_lrs={rates!r} is not a learning rate. Pass a positive number, or a list with a positive "
-            "number for each parameter group."
+            f"{owner}: swa_lrs={rates!r} must be a positive number, or a list with a positive number for each "
+            "parameter group."
         )
     if not all(0 < v < math.inf for v in values):
         raise ValueError(
-            f"{owner}: swa_lrs={rates!r} contains a learning rate that cannot train. Pass positive, finite numbers."
+            f"{owner}: swa_lrs={rates!r} contains an invalid learning rate. Learning rates must be positive and finite."
         )
 
 
@@ -273,17 +275,17 @@ def _check_start(owner: str, start: Any) -> None:
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(
-            f"{owner}: swa_epoch_start={start} is out of range: an integer counts epochs from 1, a float is a fraction "
-            "of max_epochs. Pass an integer of at least 1 or a float from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start} is out of range. Pass the first epoch as an integer of at least 1, or a "
+            "fraction of max_epochs as a float from 0.0 to 1.0."
         )
 
 
 def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
-    """Run ``scheduler`` once per epoch, in place of the existing scheduler if there is one."""
+    """Replace the existing scheduler, if any, with ``scheduler``, which runs once per epoch."""
     ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
     ours["reduce_on_plateau"] = False
     if configs:
-        messages.info(f"{type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
+        messages.info(f"The scheduler {type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
         for name, value in ours.items():
             setattr(configs[0], name, value)
     else:
@@ -291,7 +293,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 
 def _training_layers(module: nn.Module) -> dict[str, BatchNorm]:
-    """Return the BatchNorm layers whose statistics a training step changes."""
+    """Return the BatchNorm layers whose statistics a training step changes, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
@@ -305,7 +307,7 @@ def _statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
-    """Replace BatchNorm statistics with the means over one pass of the training data on all ranks."""
+    """Replace the BatchNorm statistics with their means over one pass through the training data on all ranks."""
     layers = list(_training_layers(module).values())
     momenta = [layer.momentum for layer in layers]
     step = trainer.strategy.bind_step(module.training_step, trainer.model or module)
@@ -350,7 +352,7 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
 
 @contextmanager
 def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Turn off ``self.log`` in a module and its submodules, and restore their torchmetrics objects afterwards."""
+    """Turn off ``self.log`` in a module and its submodules, and reset their unused torchmetrics objects afterwards."""
     metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:

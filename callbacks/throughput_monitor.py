@@ -1,4 +1,4 @@
-"""Callback that logs a run's speed and its utilization of the device."""
+"""Callback that logs a run's speed and device utilization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Mark(NamedTuple):
-    """Totals at one moment."""
+    """Totals at one point in time."""
 
     time: float
     batches: int
@@ -29,13 +29,13 @@ class _Mark(NamedTuple):
 
 
 class Throughput:
-    """Rates over the last updates, from totals that you count yourself.
+    """Computes rates over the last updates from totals that you count yourself.
 
     Args:
         available_flops: floating-point operations per second that one device can do; needed for ``mfu``.
-        world_size: number of devices; above 1 there are rates of all devices too.
+        world_size: number of devices; if it is above 1, rates for all devices together are also computed.
         window_size: number of updates to average over.
-        separator: between the parts of a name.
+        separator: text between the parts of a name.
 
     Example:
         >>> throughput = Throughput(window_size=2)
@@ -50,7 +50,7 @@ class Throughput:
     ) -> None:
         for name, value, least in (("world_size", world_size, 1), ("window_size", window_size, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Throughput({name}={value!r}): pass an integer of at least {least}.")
+                raise ValueError(f"Throughput: {name}={value!r} must be an integer of at least {least}.")
         self.available_flops = available_flops
         self.world_size = world_size
         self.window_size = window_size
@@ -64,19 +64,19 @@ class Throughput:
 
         Args:
             time: seconds since the start.
-            batches: batches of this device.
-            samples: their samples.
-            lengths: their items (tokens, pixels).
+            batches: number of batches on this device.
+            samples: number of samples in these batches.
+            lengths: number of items (tokens, pixels) in these batches.
             flops: floating-point operations of this device since the last update; not a total.
 
         Raises:
-            ValueError: a total is less than before, or there are fewer samples than batches or items than samples.
+            ValueError: if a total is less than before, or there are fewer samples than batches or items than samples.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             items = "" if lengths is None else f", lengths={lengths}"
             raise ValueError(
-                f"Throughput.update(batches={batches}, samples={samples}{items}): a batch has at least one sample, and "
-                "a sample at least one item. Pass totals since the start."
+                f"Throughput.update(batches={batches}, samples={samples}{items}) got impossible totals: a batch has at "
+                "least one sample, and a sample has at least one item. Pass totals since the start."
             )
         last = self._marks[-1] if self._marks else None
         total = None if flops is None else flops + ((last and last.flops) or 0.0)
@@ -92,13 +92,14 @@ class Throughput:
         self._marks.append(mark)
 
     def compute(self, partial: bool = False) -> dict[str, float]:
-        """The totals ``time``, ``batches``, ``samples`` and ``lengths``, and the rates once the window is full.
+        """Return the totals ``time``, ``batches``, ``samples`` and ``lengths``, and the rates once the window is full.
 
         The rates are ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``,
-        ``device/flops_per_sec`` and ``device/mfu``; of all devices ``batches_per_sec`` and so on.
+        ``device/flops_per_sec`` and ``device/mfu``. Rates for all devices together are named ``batches_per_sec`` and so
+        on.
 
         Args:
-            partial: give rates already from the second update on.
+            partial: return rates from the second update on instead of waiting for a full window.
         """
         first, last = self._marks[0], self._marks[-1]
         values: dict[str, float] = {"time": last.time, "batches": last.batches, "samples": last.samples}
@@ -122,19 +123,19 @@ class Throughput:
         return values
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Discard all updates."""
         self._marks.clear()
 
 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Count the floating-point operations of a forward pass, with ``loss_fn`` also of the backward pass.
+    """Count the floating-point operations of a forward pass and, with ``loss_fn``, of the backward pass.
 
     Args:
-        model: the model; on the meta device nothing is computed and no memory is needed.
+        model: the model; on the meta device, nothing is computed and no memory is needed.
         forward_fn: runs the model and returns its output.
-        loss_fn: computes the loss from the output; its backward pass is counted too, and leaves gradients.
+        loss_fn: computes the loss from the output. Its backward pass is counted too and leaves gradients behind.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,26 +149,26 @@ def measure_flops(
 class ThroughputMonitor(Callback):
     """Log samples, batches and items per second, and the model FLOP/s utilization (MFU) if it is known.
 
-    Values are those of :class:`Throughput` over the last ``window_size`` batches. They are named
+    The values are those of :class:`Throughput` over the last ``window_size`` batches. The rates are named
     ``train/device/batches_per_sec``, ``train/device/samples_per_sec``, ``train/device/items_per_sec``,
-    ``train/device/flops_per_sec``, ``train/device/mfu``, and the totals ``train/time`` (seconds), ``train/batches``,
-    ``train/samples``, ``train/lengths``. With several devices there are also ``train/samples_per_sec`` and so on: this
-    device's rates times the number of devices. Training values are logged when the trainer logs step values,
-    ``validate/...`` and ``test/...`` once at their end.
+    ``train/device/flops_per_sec`` and ``train/device/mfu``; the totals are named ``train/time`` (seconds),
+    ``train/batches``, ``train/samples`` and ``train/lengths``. With several devices, ``train/samples_per_sec`` and so
+    on are also logged: this device's rates times the number of devices. Training values are logged whenever the trainer
+    logs step values; ``validate/...`` and ``test/...`` are logged once, at the end of the stage.
 
     Times come from the host's clock, read in each batch's hook. They include data loading, hooks and logging, but not
-    validation. The host never waits for a GPU. It runs ahead of the GPU by a bounded queue, so a window of many batches
-    shows the device's speed; the first few batches of a run can look too fast.
+    validation. The host never waits for a GPU. Because it can get only a limited amount of work ahead of the GPU, a
+    window of many batches shows the device's speed, but the first few batches of a run can look too fast.
 
-    Set ``flops_per_batch`` on your module to get ``flops_per_sec``: floating-point operations of one batch on one
-    device, forward and backward; :func:`measure_flops` counts them. On the devices listed in ``PEAK_FLOPS`` there is
-    also ``mfu``: the fraction of the device's dense peak in the run's dtype.
+    To get ``flops_per_sec``, set ``flops_per_batch`` on your module: the floating-point operations of one batch on one
+    device, forward and backward, which :func:`measure_flops` can count. On the devices listed in ``PEAK_FLOPS``,
+    ``mfu`` is logged too: the fraction of the device's dense peak in the run's dtype.
 
     Args:
         batch_size_fn: returns the number of samples in a batch; None uses the first dimension of its first tensor.
         length_fn: returns the number of items (tokens, pixels) in a batch; None logs no items.
-        window_size: batches to average over.
-        separator: between the parts of a name.
+        window_size: number of batches to average over.
+        separator: text between the parts of a name.
 
     Raises:
         RuntimeError: when a run starts and the trainer has no logger.
@@ -183,13 +184,13 @@ class ThroughputMonitor(Callback):
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if function is not None and not callable(function):
                 raise TypeError(
-                    f"ThroughputMonitor: {name}={function!r} is not a function. "
-                    "Pass one that takes a batch and returns a number, or None."
+                    f"ThroughputMonitor: {name}={function!r} is not callable. "
+                    "Pass a function that takes a batch and returns a number, or None."
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor: window_size={window_size!r} is not a number of batches to average over. Pass an "
-                "integer of at least 2."
+                f"ThroughputMonitor: window_size={window_size!r} must be an integer of at least 2: how many batches to "
+                "average over."
             )
         self.batch_size_fn = batch_size_fn or _batch_size
         self.length_fn = length_fn
@@ -206,7 +207,7 @@ class ThroughputMonitor(Callback):
         self._peak = peak_flops(device, compute_dtype(trainer.strategy.precision.name))
 
     def _count(self, trainer: Trainer, with_flops: bool = False) -> _Count:
-        # One more than the batches: the start is the first mark.
+        # The window has one more mark than batches, because its first mark is the start.
         window = Throughput(self._peak, trainer.world_size, self.window_size + 1, self.separator)
         return _Count(window, self.length_fn is not None, with_flops)
 
@@ -253,7 +254,7 @@ class ThroughputMonitor(Callback):
 
 
 class _Count:
-    """Counts batches for a :class:`Throughput`, by a clock that can be stopped."""
+    """Counts batches for a :class:`Throughput`, with a clock that can be paused."""
 
     def __init__(self, throughput: Throughput, with_lengths: bool = False, with_flops: bool = False) -> None:
         self.throughput = throughput
@@ -277,11 +278,11 @@ class _Count:
         )
 
     def pause(self) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         self._paused = perf_counter()
 
     def go_on(self) -> None:
-        """Start the clock again."""
+        """Resume the clock."""
         self._started += perf_counter() - self._paused
 
 
@@ -289,8 +290,8 @@ def _batch_size(batch: Any) -> int:
     size = _first_dim(batch)
     if size is None:
         raise ValueError(
-            f"ThroughputMonitor finds no tensor in a batch of type {type(batch).__name__}, so it cannot tell how many "
-            "samples the batch has. Pass ThroughputMonitor(batch_size_fn=...), a function of the batch."
+            f"ThroughputMonitor found no tensor in a batch of type {type(batch).__name__}, so it cannot tell how many "
+            "samples the batch has. Pass batch_size_fn, a function that takes a batch and returns its size."
         )
     return size
 
@@ -312,9 +313,9 @@ def _first_dim(value: Any) -> int | None:
     return next((size for size in map(_first_dim, children) if size is not None), None)
 
 
-# Dense peaks in 10^12 FLOP/s from the manufacturers' data sheets: half of a figure given "with sparsity". ``tf32`` is
-# the peak of float32 matrix products when torch.set_float32_matmul_precision is "high" or "medium". The key is a part
-# of torch.cuda.get_device_name(). The first match counts, so narrower names come first.
+# Dense peaks in 10^12 FLOP/s from the manufacturers' data sheets (half of a figure given "with sparsity"). ``tf32`` is
+# the peak of float32 matrix products when torch.set_float32_matmul_precision is "high" or "medium". Each key is a part
+# of torch.cuda.get_device_name(). The first match is used, so more specific names come first.
 #   B200, GB200     NVIDIA Blackwell datasheet (HGX B200, GB200 NVL72)
 #   H200, H100      NVIDIA H200 and H100 Tensor Core GPU datasheets (SXM, NVL, PCIe)
 #   A100, A30, A40, A10, A10G   NVIDIA datasheets of these names
@@ -357,7 +358,7 @@ _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return the dense peak FLOP/s in a dtype, or for ``"tf32"``; None if the device is not known."""
+    """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in the table."""
     dtype = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
         return None
@@ -377,7 +378,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
 
 
 def compute_dtype(precision: str) -> str:
-    """Return the dtype of matrix products with a precision such as ``"bf16-mixed"``."""
+    """Return the dtype of matrix products at a precision such as ``"bf16-mixed"``."""
     kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
     dtype = kinds.get(precision.split("-")[0], "float32")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":

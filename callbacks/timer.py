@@ -22,14 +22,16 @@ _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micro
 
 
 class Timer(Callback):
-    """Stop training when ``duration`` is used up, and measure the time of every stage.
+    """Stop training when ``duration`` is used up, and measure how long every stage takes.
 
-    Training time is wall time from ``on_train_start`` on, including validation. It is saved in checkpoints: a resumed
-    run has only the remaining time. A fit that rolls back to one of its checkpoints (``LossGuard``) gets no time back.
-    With several processes, all stop at the same batch, soon after the first of their clocks reaches the limit.
+    Training time is wall time from ``on_train_start`` on, including validation. It is saved in checkpoints, so a
+    resumed run has only the remaining time. A fit that rolls back to one of its checkpoints (``LossGuard``) does not
+    get that time back. With several processes, all stop at the same batch, soon after the first of their clocks reaches
+    the limit.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None only measures.
+        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``). If None, the timer
+            only measures.
         interval: check the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
         verbose: report when the time is up.
         grace_seconds: stop this long before the end of ``duration``, to leave time for the current step, a validation
@@ -49,13 +51,13 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(
-                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} It says when the clock is "
-                "checked: after each training batch or at the end of each epoch."
+                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} The interval says when to check "
+                "the clock: after each training batch or at the end of each epoch."
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
             raise ValueError(
-                f"Timer: grace_seconds={grace_seconds!r} is not a valid number of seconds. Pass the number of seconds "
-                "that the last step and its checkpoint take, or 0."
+                f"Timer: grace_seconds={grace_seconds!r} must be a finite number of at least 0. Pass the number of "
+                "seconds that the last step and its checkpoint take."
             )
         self._grace = grace_seconds
         self._duration = None if duration is None else to_timedelta(duration, "Timer(duration=)").total_seconds()
@@ -71,15 +73,15 @@ class Timer(Callback):
             self._undefine(Timer, "on_train_batch_end")
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """Return when a stage last began, in seconds of ``time.perf_counter``; None if it never did."""
+        """Return the ``time.perf_counter()`` at which a stage last began; None if it never began."""
         return self._start.get(_known(stage))
 
     def end_time(self, stage: Stage = "train") -> float | None:
-        """Return when a stage last ended, as in :meth:`start_time`; None while it runs or if it never ended."""
+        """Return the ``time.perf_counter()`` at which a stage last ended; None while it runs or if it never ran."""
         return self._end.get(_known(stage))
 
     def time_elapsed(self, stage: Stage = "train") -> float:
-        """Return the seconds that a stage has taken; ``"train"`` includes the time before a resume."""
+        """Return how many seconds a stage has taken; ``"train"`` includes the time before a resume."""
         start = self.start_time(stage)
         used_before = self._used_before if stage == "train" else 0.0
         if start is None:
@@ -87,7 +89,7 @@ class Timer(Callback):
         return self._end.get(stage, perf_counter()) - start + used_before
 
     def time_remaining(self, stage: Stage = "train") -> float | None:
-        """Return the seconds until ``duration`` is used up, negative after that; None without a duration."""
+        """Return the seconds until ``duration`` is used up (negative after that); None if no duration is set."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -145,7 +147,7 @@ class Timer(Callback):
 
     @property
     def _training(self) -> bool:
-        """Whether training has begun and not ended; True also while a fit rolls back to one of its checkpoints."""
+        """Whether training has begun and not ended. Also True while a fit rolls back to one of its checkpoints."""
         return "train" in self._start and "train" not in self._end
 
     def _begin(self, stage: str) -> None:
@@ -156,27 +158,27 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"The time limit was reached after {elapsed}. Training stops.")
+            messages.info(f"Time limit reached. Training stops after {elapsed}.")
         self._announced = True
 
 
 def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> timedelta:
-    """Read a duration.
+    """Convert a duration to a ``timedelta``.
 
     Args:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or its arguments as a dict.
-        what: name of the argument, for the error.
+        what: name of the argument, for error messages.
 
     Raises:
-        ValueError: if the string, a key or the sign is wrong.
+        ValueError: if the string is malformed, a key is unknown, or the duration is negative.
         TypeError: for other types.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip())
         if match is None:
             raise ValueError(
-                f"{what} got {value!r}, which is not of the form 'DD:HH:MM:SS'. "
-                "Write '00:12:30:00' for twelve and a half hours, or pass a timedelta."
+                f"{what} got {value!r}, which does not have the form 'DD:HH:MM:SS'. "
+                "Use '00:12:30:00' for twelve and a half hours, for example, or pass a timedelta."
             )
         days, hours, minutes, seconds = map(int, match.groups())
         return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
@@ -188,7 +190,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
     if not isinstance(value, timedelta):
         raise TypeError(
             f"{what} got {value!r} of type {type(value).__name__}, whose unit is unknown. "
-            "Pass a timedelta(seconds=...), a string 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
+            "Pass timedelta(seconds=...), a string 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
         )
     if value < timedelta(0):
         raise ValueError(f"{what} got {value!r}, which is negative. Pass a duration of zero or more.")

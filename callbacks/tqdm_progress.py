@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Bars drawn with tqdm in a terminal or as notebook widgets; occasional plain lines in other output.
+    """Progress bar drawn with tqdm in a terminal or as a notebook widget; plain lines in other output.
 
-    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call ``super()``'s method
-    and change the result.
+    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call the base method and
+    change its result.
 
     Args:
-        refresh_rate: draw at most every this many batches, and at most ten times a second. 0 shows nothing. The
-            environment variable ``TQDM_MINITERS`` raises it.
-        process_position: number of lines to leave free above, for runs that share a terminal.
-        leave: keep the full bar of every epoch and evaluation on the screen, not just a line per epoch.
+        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. The environment variable
+            ``TQDM_MINITERS`` can raise this number. Bars are drawn at most ten times a second.
+        process_position: number of lines to leave free above the bars, for runs that share a terminal.
+        leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
 
     Raises:
-        ModuleNotFoundError: tqdm is not installed.
+        ModuleNotFoundError: if tqdm is not installed.
     """
 
     #: Layout of every bar, for ``tqdm(bar_format=)``.
@@ -52,14 +52,14 @@ class TQDMProgressBar(DrawnProgressBar):
             missing = sys.modules.get("tqdm") is None
         if missing:
             raise ModuleNotFoundError(
-                "TQDMProgressBar needs the package tqdm, which is not installed. Run `pip install tqdm`, or use "
-                "RichProgressBar, which needs no further package."
+                "TQDMProgressBar needs the tqdm package, which is not installed. Run `pip install tqdm`, or use "
+                "RichProgressBar, which needs no additional package."
             )
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
-                f"TQDMProgressBar: process_position={process_position!r} is not a number of lines. "
-                "Pass 0, or how many lines of the terminal belong to other runs."
+                f"TQDMProgressBar: process_position={process_position!r} must be a whole number of at least 0: "
+                "how many lines of the terminal belong to other runs."
             )
         if refresh_rate > 0:
             self._refresh_rate = max(refresh_rate, _miniters())
@@ -67,15 +67,15 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Lines left free above the bars."""
+        """The number of lines left free above the bars."""
         return self._process_position
 
     def init_sanity_tqdm(self) -> tqdm:
-        """Make the bar of the sanity check."""
+        """Create the sanity check bar."""
         return self._tqdm(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> tqdm:
-        """Make the bar of training epochs. All epochs share one bar unless ``leave`` is set."""
+        """Create the training bar. All epochs share one bar unless ``leave`` is set."""
         return self._tqdm(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> tqdm:
@@ -84,31 +84,31 @@ class TQDMProgressBar(DrawnProgressBar):
         return self._tqdm(self.validation_description, leave=self._leave or not inside, below=int(inside))
 
     def init_test_tqdm(self) -> tqdm:
-        """Make the bar of a test."""
+        """Create the test bar."""
         return self._tqdm(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> tqdm:
-        """Make the bar of a prediction."""
+        """Create the prediction bar."""
         return self._tqdm(self.predict_description, leave=True)
 
     @property
     def train_progress_bar(self) -> tqdm:
-        """The drawn bar of training epochs."""
+        """The tqdm bar that shows training."""
         return self._drawn("train")
 
     @property
     def val_progress_bar(self) -> tqdm:
-        """The drawn bar of the validation, or of the sanity check."""
+        """The tqdm bar that shows validation or the sanity check."""
         return self._drawn("validate", "sanity_check")
 
     @property
     def test_progress_bar(self) -> tqdm:
-        """The drawn bar of the test."""
+        """The tqdm bar that shows testing."""
         return self._drawn("test")
 
     @property
     def predict_progress_bar(self) -> tqdm:
-        """The drawn bar of the prediction."""
+        """The tqdm bar that shows prediction."""
         return self._drawn("predict")
 
     def _drawn(self, *stages: str) -> tqdm:
@@ -146,13 +146,13 @@ def _miniters() -> int:
         return max(1, int(float(value)))
     except ValueError:
         raise ValueError(
-            f"The environment variable TQDM_MINITERS={value!r} is not a number. "
-            "Set it to a number of batches, or unset it."
+            f"The environment variable TQDM_MINITERS={value!r} must be a number of batches. "
+            "Set it to a number, or unset it."
         ) from None
 
 
 def _tqdm_class() -> Any:
-    """Return the tqdm class for this output, without its monitoring thread and without speeds measured too early."""
+    """Return a tqdm class for this output that has no monitoring thread and does not measure speeds too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
@@ -167,7 +167,7 @@ def _tqdm_class() -> Any:
 
 
 class _Tqdm(Surface):
-    """One tqdm bar for each of ours, made when it is first drawn."""
+    """Draws each of our bars with a tqdm bar, which is created when it is first drawn."""
 
     seconds = 0.1
     immediate = True
@@ -188,7 +188,7 @@ class _Tqdm(Surface):
             "test": callback.init_test_tqdm,
             "predict": callback.init_predict_tqdm,
         }
-        #: By stage: our bar (None once it has left its line) and the tqdm bar that shows it.
+        #: For each stage, our bar (None once it has left its line) and the tqdm bar that shows it.
         self.drawn: dict[str, tuple[Bar | None, tqdm]] = {}
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ class _Tqdm(Surface):
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
-    """Return the metrics that fit beside a bar of ten columns, because tqdm would cut a value in two."""
+    """Return the metrics that fit next to a bar of ten columns; with more, tqdm could cut off a value in the middle."""
     texts, known = metric_texts(metrics), drawn.format_dict
     columns = known["ncols"]
     shown = ", ".join(texts)

@@ -1,4 +1,4 @@
-"""Weight averages kept during training: the arithmetic, and the callbacks that use and save them."""
+"""Weight averages that are kept during training, and the callbacks that use and save them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 AverageOne = Callable[[Tensor, Tensor, int], Tensor]
-"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor, all of the same shape."""
+"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; all three tensors have one shape."""
 AverageMany = Callable[[list[Tensor], list[Tensor], int], None]
 """``multi_avg_fn(averages, currents, n_averaged)`` updates a list of averages in place."""
 
@@ -33,21 +33,21 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """Running average of a module's weights in separate tensors; the module itself is never copied.
+    """Running average of a module's weights, kept in separate tensors without copying the module.
 
     Half-precision weights are averaged in float32, so that small updates are not rounded away. Tensors for which an
     average makes no sense (integers, such as BatchNorm's batch counter, and buffers with infinities or NaN, such as an
-    attention mask) are not averaged: the module's current value is used.
+    attention mask) are not averaged; the module's current values are used instead.
 
     Args:
         module: the module whose weights are averaged.
         average: function that updates a list of averages with the current weights.
-        device: device of the averages; None keeps each with its weight.
-        use_buffers: average the buffers too.
+        device: device of the averages; None keeps each average on the device of its weight.
+        use_buffers: also average the buffers.
 
     Attributes:
-        n_averaged: number of updates. At 0 there is no average yet.
-        held: the current weights while the module holds the averages; else None.
+        n_averaged: number of updates; 0 if there is no average yet.
+        held: the current weights while the module holds the averages, otherwise None.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WeightAverage:
         self._groups = self._group()
 
     def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
-        """Group averages by kind, device and dtype, with their weights' locations and whether these need converting.
+        """Group averages by type, device and dtype; list each group's weights and whether they must be converted.
 
         Sharded parameters are DTensors, and no operation accepts them together with plain buffers.
         """
@@ -103,7 +103,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Swap the averages into the module and keep its current weights. Does nothing before the first update."""
+        """Put the averages into the module and keep its current weights. Does nothing before the first update."""
         if self.held is None and self.n_averaged:
             pairs = list(zip(self._places, self._averages, strict=True))
             with torch.inference_mode(False):
@@ -113,14 +113,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Restore the weights that :meth:`show` kept. Can be repeated, also after an interruption."""
+        """Restore the weights that :meth:`show` kept. Safe to call again, even after an interruption."""
         if self.held is not None:
             for (owner, key), weight in zip(self._places, self.held, strict=True):
                 owner[key].copy_(weight)
             self.held = None
 
     def averages(self) -> dict[str, Tensor]:
-        """Return the averages by weight name; tied weights appear under each of their names."""
+        """Return the averages by weight name. Tied weights appear under each of their names."""
         return {name: self._averages[index] for name, index in self._index.items()}
 
     def average_state(self, strategy: Strategy) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class WeightAverage:
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the kept current weights, in the form of :meth:`average_state`; empty if there are none."""
+        """Return the kept current weights in the same form as :meth:`average_state`; empty if none are kept."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
@@ -142,13 +142,13 @@ class WeightAverage:
 
 
 def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield name, owner and key of every tensor to average; tied tensors appear once per name."""
+    """Yield the name, owner and key of every tensor to average. Tied tensors appear once per name."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for key, parameter in own_parameters(owner).items():
             if hasattr(parameter, "ds_id"):
                 raise NotImplementedError(
-                    "Weights cannot be averaged under DeepSpeed's stage 3, where a rank holds only a shard of "
+                    "Weights cannot be averaged with DeepSpeed stage 3, because each rank holds only a shard of "
                     f"{dot + key}. Use strategy='deepspeed_stage_2' or 'fsdp'."
                 )
             if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
@@ -168,7 +168,7 @@ def _copy_for_average(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a module without code that holds tensors by dotted name, so that a strategy can gather or load it."""
+    """Build a plain module that holds tensors under their dotted names, so that a strategy can gather or load them."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, key = name.split(".")
@@ -182,13 +182,13 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def one_by_one(avg_fn: AverageOne, averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
-    """Apply ``avg_fn`` to each tensor of two lists."""
+    """Update each average with ``avg_fn``, one tensor at a time."""
     for a, c in zip(averages, current, strict=True):
         a.copy_(avg_fn(a, c, n_averaged))
 
 
 def equal_weights(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
-    """Update the arithmetic mean of all weights so far."""
+    """Update the averages as arithmetic means of all weights so far."""
     get_swa_multi_avg_fn()(averages, current, n_averaged)
 
 
@@ -197,7 +197,7 @@ def _exponential(decay: float, averages: list[Tensor], current: list[Tensor], n_
 
 
 def checked_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
-    """Return ``device`` as a ``torch.device``; raise if it is not a device."""
+    """Convert ``device`` to a ``torch.device``; raise if it is not a valid device."""
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, (str, int)) and not isinstance(device, bool):
@@ -205,7 +205,7 @@ def checked_device(owner: str, device: torch.device | str | int | None) -> torch
             return torch.device(device)
         except RuntimeError as error:
             raise ValueError(
-                f"{owner}: device={device!r} is not a device that PyTorch knows. Pass 'cpu', 'cuda', 'cuda:0' or a "
+                f"{owner}: device={device!r} is not a valid PyTorch device. Pass 'cpu', 'cuda', 'cuda:0' or a "
                 "torch.device, or None for the device of the weights."
             ) from error
     raise TypeError(
@@ -218,36 +218,35 @@ def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
     """Return ``value`` if it is an integer of at least ``minimum``, else raise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{owner}: {name}={value!r} is {messages.a(value)}, but {name} is a count. Pass an integer of at least "
-            f"{minimum}."
+            f"{owner}: {name}={value!r} is {messages.a(value)}, but must be an integer of at least {minimum}."
         )
     if value < minimum:
-        raise ValueError(f"{owner}: {name}={value} is too small. Pass an integer of at least {minimum}.")
+        raise ValueError(f"{owner}: {name}={value} must be at least {minimum}.")
     return value
 
 
 class WeightAveraging(Callback):
     """Keep an average of the weights and use it for validation, for checkpoints and as the result of the fit.
 
-    Validation during a fit uses the averages. A checkpoint's ``state_dict`` holds the averages, and its
-    ``current_model_state`` holds the current weights, so that a resumed run continues both. When the fit ends, the
-    module holds the averages. After an exception it holds the current weights.
+    A checkpoint's ``state_dict`` holds the averages, and its ``current_model_state`` holds the current weights, so a
+    resumed run continues with both. When the fit ends, the module holds the averages. After an exception, it holds the
+    current weights.
 
-    The average is updated after every optimizer step: once per accumulation window, and not for a step that fp16
-    skipped. Override :meth:`should_update` to update at other times. Before the first update the weights themselves are
-    used. Averages of half-precision weights are kept and saved in float32.
+    The average is updated after every optimizer step: once per accumulation window, and not after a step that fp16
+    skipped. Override :meth:`should_update` to update at other times. Before the first update, the weights themselves
+    are used. Averages of half-precision weights are kept and saved in float32.
 
     Args:
-        device: device of the average; None keeps it with the weights. ``"cpu"`` saves GPU memory, but each update then
-            copies the weights and waits for the device.
-        use_buffers: average floating-point buffers (BatchNorm statistics) too. Otherwise the module's current buffers
+        device: device of the average; None means the device of the weights. ``"cpu"`` saves GPU memory, but each update
+            then copies the weights and waits for the device.
+        use_buffers: also average floating-point buffers (BatchNorm statistics). If False, the module's current buffers
             are used; ``torch.optim.swa_utils.update_bn`` re-estimates them.
         **kwargs: ``avg_fn(average, current, n_averaged)`` or ``multi_avg_fn(averages, currents, n_averaged)``, as in
-            ``torch.optim.swa_utils.AveragedModel``. Without either, all updates have equal weight.
+            ``torch.optim.swa_utils.AveragedModel``. If neither is passed, all updates have equal weight.
 
     Raises:
-        TypeError: for another keyword, or a ``device`` of the wrong type.
-        ValueError: for both functions at once, or an unknown device.
+        TypeError: for any other keyword, or a ``device`` of the wrong type.
+        ValueError: if both functions are passed, or for an unknown device.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
@@ -257,7 +256,7 @@ class WeightAveraging(Callback):
         if kwargs.get("avg_fn") is not None and kwargs.get("multi_avg_fn") is not None:
             raise ValueError(
                 f"{name} got both avg_fn and multi_avg_fn, but only one of them can compute the average. Pass avg_fn "
-                "for one tensor at a time or multi_avg_fn for a list of them."
+                "to average one tensor at a time, or multi_avg_fn to average a list of tensors."
             )
         self._device = checked_device(name, device)
         self._use_buffers = use_buffers
@@ -275,7 +274,7 @@ class WeightAveraging(Callback):
         if value is not None and not callable(value):
             raise TypeError(
                 f"{name}: {key}={value!r} is not callable. Pass a function such as "
-                "torch.optim.swa_utils.get_ema_multi_avg_fn(0.99) for multi_avg_fn, or None for the equal mean."
+                "torch.optim.swa_utils.get_ema_multi_avg_fn(0.99) for multi_avg_fn, or None for the arithmetic mean."
             )
 
     def _forget(self) -> None:
@@ -288,17 +287,17 @@ class WeightAveraging(Callback):
         self._previous_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update the average now; by default after every optimizer step.
+        """Return True if the average should be updated now; by default, after every optimizer step.
 
         Args:
-            step_idx: index of the optimizer step just made (0-based); None when an epoch has ended.
-            epoch_idx: index of the epoch that has ended (0-based); None after a step.
+            step_idx: index (0-based) of the optimizer step that has just run; None when an epoch has ended.
+            epoch_idx: index (0-based) of the epoch that has just ended; None after a step.
         """
         return step_idx is not None
 
     @property
     def n_averaged(self) -> int:
-        """Number of updates of the average in the current or last fit."""
+        """The number of updates of the average in the current or last fit."""
         if self._average is None:
             return 0 if self._loaded is None else self._restored["n_averaged"]
         return self._average.n_averaged
@@ -309,8 +308,8 @@ class WeightAveraging(Callback):
         others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging) and c is not self]
         if others:
             raise ValueError(
-                f"Trainer(callbacks=...) holds {type(self).__name__} and {messages.names(others, 'and')}, but only one "
-                "average can replace the weights in validation and checkpoints. Remove one of them."
+                f"Trainer(callbacks=...) contains {type(self).__name__} and {messages.names(others, 'and')}, but only "
+                "one average can replace the weights in validation and checkpoints. Keep only one of these callbacks."
             )
         self._forget()
 
@@ -329,7 +328,7 @@ class WeightAveraging(Callback):
         state = trainer.state
         if "latest_step" not in self._restored:
             self._last_step, self._last_epoch = state.global_step, state.epoch - 1
-        # Updates that were still due when a callback before this one wrote the checkpoint.
+        # Make up for updates that were still due when a callback before this one wrote the checkpoint.
         self._step_made(state.global_step)
         self._epoch_ended(state.epoch if state.epoch_done else state.epoch - 1)
 
@@ -406,7 +405,7 @@ class WeightAveraging(Callback):
         if average is None or average.module is not pl_module or not average.n_averaged:
             return
         state = checkpoint["state_dict"]
-        if "callbacks" in checkpoint:  # else the file contains only weights
+        if "callbacks" in checkpoint:  # otherwise, the file contains only weights
             checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
@@ -419,8 +418,8 @@ class WeightAveraging(Callback):
             self._loaded = checkpoint["state_dict"]
         elif not own:
             messages.info(
-                f"The checkpoint contains no average of {type(self).__name__}. A new one starts from the resumed "
-                "weights."
+                f"The checkpoint contains no average from {type(self).__name__}, so a new average starts from the "
+                "resumed weights."
             )
 
 
@@ -433,26 +432,27 @@ def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
-    """Load the current weights into a module, in place of the averages that were loaded with ``state_dict``."""
+    """Load the current weights into a module, replacing the averages that were loaded with ``state_dict``."""
     trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading is not False)
 
 
 class EMAWeightAveraging(WeightAveraging):
     """Keep an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
 
-    The average starts as a copy of the weights at the first update. :class:`WeightAveraging` describes its use.
+    At the first update, the average is a copy of the weights. :class:`WeightAveraging` describes how the average is
+    used.
 
     Args:
-        device: device of the average; None keeps it with the weights.
-        use_buffers: average floating-point buffers (BatchNorm statistics) too.
+        device: device of the average; None means the device of the weights.
+        use_buffers: also average floating-point buffers (BatchNorm statistics).
         decay: fraction of the average to keep at each update, in [0, 1].
-        update_every_n_steps: optimizer steps from one update to the next.
-        update_starting_at_step: index (0-based) of the optimizer step of the first update; None means the first step.
-        update_starting_at_epoch: index (0-based) of the first epoch whose end is an update too; None means no epoch's.
-        **kwargs: accepts no further argument; it exists to report misspelled ones.
+        update_every_n_steps: number of optimizer steps from one update to the next.
+        update_starting_at_step: the optimizer step (0-based) of the first update; None means the first step.
+        update_starting_at_epoch: also update at the end of each epoch from this one on (0-based); None means never.
+        **kwargs: accepts no further arguments; it exists to report misspelled ones.
 
     Raises:
-        TypeError: for an argument of the wrong kind, or an averaging function (use :class:`WeightAveraging` for that).
+        TypeError: for an argument of the wrong type, or an averaging function (use :class:`WeightAveraging` for that).
         ValueError: for an argument out of range.
     """
 
@@ -486,8 +486,8 @@ class EMAWeightAveraging(WeightAveraging):
     def _check_argument(self, key: str, value: Any) -> None:
         if key in ("avg_fn", "multi_avg_fn"):
             raise TypeError(
-                f"{type(self).__name__} got {key}, but it computes its average with decay. Use "
-                f"WeightAveraging({key}=...) for your own function."
+                f"{type(self).__name__} got {key}, but it always computes its average with decay. To use your own "
+                f"function, pass it to WeightAveraging({key}=...)."
             )
         choices: Sequence[str] = ("decay", "update_every_n_steps", "update_starting_at_step")
         choices = (*_ARGUMENTS[:2], *choices, "update_starting_at_epoch")
@@ -500,12 +500,12 @@ class EMAWeightAveraging(WeightAveraging):
         return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update: every ``update_every_n_steps`` steps from the first one on, and at the ends of epochs."""
+        """Return True every ``update_every_n_steps`` steps from the starting step on, and when a chosen epoch ends."""
         if step_idx is None:
             first = self.update_starting_at_epoch
             return first is not None and epoch_idx is not None and epoch_idx >= first
         start, every = self.update_starting_at_step or 0, self.update_every_n_steps
-        # With several optimizers a batch makes several steps, so the step to update at may fall between two calls.
+        # With several optimizers, a batch runs several steps, so the step to update at may fall between two calls.
         return (
             step_idx >= start and (step_idx - start) // every > (max(self._previous_step, start) - 1 - start) // every
         )

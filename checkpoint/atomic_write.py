@@ -1,4 +1,4 @@
-"""Replace files and folders atomically: at every moment either the old or the complete new one exists."""
+"""Replace files and folders atomically: at any time, either the old version or the complete new one exists."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from . import manifest, storage
 from .storage import Location, Remote
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
-#: Names made by :func:`temporary_name` and ``storage.remove``.
+#: Names created by :func:`temporary_name` and ``storage.remove``.
 _TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{12}|[0-9a-f]{32})\.tmp")
 
 
 @contextmanager
 def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
-    """Context that yields a local path; a synced file written there replaces ``target`` at the end of the block.
+    """Context manager that yields a local path; the file written there replaces ``target`` when the block ends.
 
-    If the block raises, the file is deleted and ``target`` is unchanged. ``new`` is as for :func:`take_place`.
+    The block must sync the file. If the block raises, the file is deleted and ``target`` is unchanged. ``new`` has the
+    same meaning as in :func:`take_place`.
     """
     temporary = beside(target, temporary_name(target.name))
     try:
@@ -40,31 +41,31 @@ def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
 
 
 def beside(target: Location, name: str) -> Path:
-    """The path to write to first: in the same folder; for an upload, in the local temporary folder (TMPDIR)."""
+    """Return the path to write to first: in the same folder, or in the temporary folder (TMPDIR) for an upload."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
 def temporary_name(name: str) -> str:
-    """A unique hidden name derived from ``name``."""
+    """Return a unique hidden name derived from ``name``."""
     longest_name = 255
     ending = f".{uuid4().hex[:12]}.tmp"
     return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
 def remove_temporaries(folder: Location) -> None:
-    """Delete temporary files left in a local folder by saves that were killed. No run may be saving there."""
+    """Delete temporary files left in a local folder by saves that were killed. No run may be saving to that folder."""
     for path in folder.iterdir() if isinstance(folder, Path) else ():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)
 
 
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
-    """Rename ``temporary`` to ``target``, delete what had that name before, and sync the folder.
+    """Rename ``temporary`` to ``target``, delete any previous file or folder of that name, and sync the parent folder.
 
     If ``target`` is a URL, the file is uploaded. With ``new``, ``target`` must not exist yet.
 
     Raises:
-        FileExistsError: with ``new``, something has been created at ``target``. It is left unchanged.
+        FileExistsError: if ``new`` is set and ``target`` exists; ``target`` is left unchanged.
     """
     if isinstance(target, Path):
         (_rename_new if new else _rename)(temporary, target)
@@ -74,15 +75,16 @@ def take_place(temporary: Path, target: Location, new: bool = False) -> None:
         raise _saved_meanwhile(target)
     target.upload(temporary)
     temporary.unlink()
-    if manifest.is_folder(target):  # at a URL a file and a folder can have the same name
+    if manifest.is_folder(target):  # at a URL, a file and a folder can have the same name
         storage.remove_all(target.files_below())
 
 
 def _rename(temporary: Path, target: Path) -> None:
-    """Rename, replacing ``target``.
+    """Rename ``temporary`` to ``target``, replacing any existing file or folder.
 
-    A file replaces a file in one step, as rename does. If one of them is a folder, the two swap names, on Linux in one
-    step. On other systems the old one is renamed first, and a crash at that moment leaves it under its hidden name.
+    A file replaces a file in one step, with an ordinary rename. If one of them is a folder, the two swap names, which
+    is a single step on Linux. On other systems, the old one is renamed first, and a crash right after that leaves it
+    under its hidden name.
     """
     if not target.is_dir() and not temporary.is_dir():
         temporary.replace(target)
@@ -99,7 +101,7 @@ def _rename(temporary: Path, target: Path) -> None:
 
 
 def _rename_new(temporary: Path, target: Path) -> None:
-    """Rename to a free name in one step; without Linux or hard links, check first whether the name is free."""
+    """Rename to a name that must be free, in one step on Linux or with hard links; otherwise, check the name first."""
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
         if problem == errno.EEXIST:
@@ -132,14 +134,14 @@ def _rename_if_free(temporary: Path, target: Path) -> None:
 def _saved_meanwhile(target: Location) -> FileExistsError:
     return FileExistsError(
         errno.EEXIST,
-        "The checkpoint was not saved: while it was being written, another run saved one with the same name, which "
-        "stays unchanged. Give each run its own folder (dirpath, default_root_dir). Checkpoint",
+        "The checkpoint was not saved, because another run saved one with the same name at the same time. The other "
+        "run's checkpoint is unchanged. Use a separate folder for each run (dirpath, default_root_dir). Checkpoint",
         str(target),
     )
 
 
 def _renameat2(one: Path, other: Path, flag: int) -> int:
-    """Call Linux's ``renameat2``; returns 0 or the error number, ``ENOSYS`` if the system has no such call."""
+    """Call Linux's ``renameat2``. Returns 0 or the error number, which is ``ENOSYS`` if the call does not exist."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
     try:
@@ -151,7 +153,7 @@ def _renameat2(one: Path, other: Path, flag: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder as far as possible; never raises."""
+    """Delete as much of a file or folder as possible; never raises."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -160,7 +162,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a new name survive a power cut, if the file system supports that."""
+    """Make a new name in ``folder`` survive a power failure, if the file system supports it."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

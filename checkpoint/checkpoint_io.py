@@ -1,4 +1,4 @@
-"""How single-file checkpoints are written, read and removed: a plugin for ``Trainer(plugins=[...])``."""
+"""Plugins for ``Trainer(plugins=[...])`` that define how single-file checkpoints are written, read and removed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .snapshot import Buffers
 
 
 class CheckpointIO(ABC):
-    """Base class for your own way to write and read checkpoints.
+    """Base class for your own way of writing and reading checkpoints.
 
-    Strategies that write a folder, to which each process writes its shards, do not use it. ``load_checkpoint`` must
-    return what ``save_checkpoint`` was given. ``paceline checkpoint`` and ``ckpt_path="last"`` only understand files
-    that :class:`TorchCheckpointIO` writes.
+    Strategies that write sharded checkpoints (folders to which each process writes its shards) do not use this class.
+    ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline checkpoint`` and
+    ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
     """
 
-    #: Whether training continues while a checkpoint is written; None: if that is faster.
+    #: Whether training continues while a checkpoint is written; None means only if that is faster.
     in_background: ClassVar[bool | None] = False
 
     @property
     def has_own_form(self) -> bool:
-        """Whether its files differ from those of :class:`TorchCheckpointIO`."""
+        """Whether this plugin's files differ from those of :class:`TorchCheckpointIO`."""
         return True
 
     @abstractmethod
@@ -44,7 +44,7 @@ class CheckpointIO(ABC):
 
         Args:
             path: path of the file.
-            map_location: device of the tensors, as for ``torch.load``; None: the CPU.
+            map_location: device of the tensors, as for ``torch.load``; None means the CPU.
             weights_only: as for ``torch.load``.
         """
 
@@ -57,7 +57,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Paceline's own format: one file that ``torch.load`` reads, with checksums, written completely or not at all."""
+    """Paceline's own format: one file with checksums that ``torch.load`` can read, written completely or not at all."""
 
     in_background = None
 
@@ -68,9 +68,10 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): storage options come from the environment and "
-                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out, or "
-                "pass a CheckpointIO that uses it in Trainer(plugins=[...])."
+                f"save_checkpoint does not support storage_options={storage_options!r}. Storage options come from the "
+                "environment and fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every process that "
+                "reads the checkpoint finds them. Leave the argument out, or pass a CheckpointIO that uses it in "
+                "Trainer(plugins=[...])."
             )
         single_file.write(checkpoint, path)
 
@@ -82,10 +83,10 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Runs another CheckpointIO's writes in the background; the tensors are copied first.
+    """Runs the writes of another CheckpointIO in the background, after copying the tensors.
 
     Args:
-        checkpoint_io: writes and reads; None: :class:`TorchCheckpointIO`.
+        checkpoint_io: writes and reads the files; None means :class:`TorchCheckpointIO`.
     """
 
     in_background = True
@@ -99,9 +100,9 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.has_own_form
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Copy the checkpoint and return while a thread writes it; the previous write is finished first.
+        """Copy the checkpoint and return while a thread writes it. Waits for the previous write first.
 
-        A Trainer writes in a thread of its own instead, which it waits for where it has to.
+        A Trainer does not call this method, but writes in its own thread and waits for it when necessary.
         """
         self._wait()
         copied = Buffers().copy(plain(checkpoint, "checkpoint"))
@@ -110,7 +111,7 @@ class AsyncCheckpointIO(CheckpointIO):
         thread.shutdown(wait=False)
 
     def _wait(self) -> None:
-        """Wait for the write in flight, and raise its error."""
+        """Wait for the current write, if any, and raise its error."""
         write, self._write = self._write, None
         if write is not None:
             write.result()

@@ -1,4 +1,4 @@
-"""Templates for file names with metrics, such as ``"{epoch:02d}-{val_loss:.2f}"``."""
+"""Templates for file names that contain metrics, such as ``"{epoch:02d}-{val_loss:.2f}"``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
     """Fill a template with values.
 
     Args:
-        template: any text with ``{name}`` or ``{name:format}`` in it; a name may contain dots and slashes.
-        values: numbers and tensors of one element; missing names are filled with NaN.
+        template: text that contains ``{name}`` or ``{name:format}``; a name may contain dots and slashes.
+        values: numbers and tensors with one element; missing names are filled with NaN.
         equals: text between name and value, to write ``name<equals>value``; None writes only the value. A ``/`` in the
             written name becomes ``_``.
     """
@@ -38,14 +38,14 @@ def check(template: str, what: str) -> None:
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():
-                raise ValueError("a pair of braces without a metric's name")
+                raise ValueError("a pair of braces without a metric name")
             if conversion:
                 raise ValueError(f"a conversion, '!{conversion}'")
             if name is not None and not (_takes(0.0, spec or "") or _takes(0, spec or "")):
                 raise ValueError(f"the format {spec!r} of {name!r} does not fit a number")
     except ValueError as error:
         raise ValueError(
-            f"{what} got {template!r}, which is not a template: {error}. "
+            f"{what} got {template!r}, which is not a valid template: {error}. "
             "Write metrics as '{epoch:02d}' or '{val_loss:.2f}', and double any literal brace."
         ) from None
 
@@ -62,5 +62,5 @@ def _written(value: Tensor | float, spec: str) -> str:
     number = value.item() if isinstance(value, Tensor) else value
     if _takes(number, spec):
         return format(number, spec)
-    # The format is for whole numbers, but the metric is not a whole number.
+    # The format is for integers, but the metric is not an integer.
     return format(round(number), spec) if math.isfinite(number) else str(number)

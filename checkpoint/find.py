@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
-    """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
+    """Return the file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
-    ``reused``: whether the previous run used the same module; None then means its best checkpoint, if there is one.
+    ``reused``: whether the module was taken from the previous run; ``ckpt_path=None`` then means the best checkpoint of
+    that run, if there is one.
     """
     if ckpt_path is None:
         return _best(run) if reused and fn != "fit" else None
@@ -28,8 +29,8 @@ def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location
         best = _best(run)
         if best is None:
             raise ValueError(
-                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
-                "ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
+                f"Trainer.{fn}(ckpt_path='best') found no best checkpoint, because none has been saved yet. Train with "
+                "a ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
             )
         return best
     if ckpt_path in ("last", "auto"):
@@ -47,7 +48,7 @@ def _best(run: Run) -> Location | None:
 
 
 def _newest(run: Run, word: str, fn: str) -> Location | None:
-    """The newest valid checkpoint in the folders this run saves to; for a fit, one that it can resume from."""
+    """Return the newest valid checkpoint in the folders this run saves to; for a fit, one that it can resume from."""
     own, earlier = _folders(run)
     folders = own + earlier
     chosen, passed_over = newest_valid(_checkpoints(run, folders), fn)
@@ -56,9 +57,9 @@ def _newest(run: Run, word: str, fn: str) -> Location | None:
     if chosen is None:
         say = messages.info if harmless and word == "auto" else messages.warn
         where = ", ".join(map(str, folders))
-        found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has left a checkpoint"
+        found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has saved a checkpoint"
         broken = f" Skipped: {listed}." if listed else ""
-        say(f"ckpt_path={word!r}: {found}; the run starts fresh.{broken}")
+        say(f"ckpt_path={word!r}: {found}, so the run starts fresh.{broken}")
     elif listed:
         say = messages.info if harmless else messages.warn
         say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")
@@ -69,7 +70,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """The newest checkpoint that a run can start from, and the newer ones that it cannot, each with the reason."""
+    """Return the newest checkpoint that a run can start from, and the reason for each newer one that it cannot use."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -80,10 +81,10 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Checkpoints in the order to try them, with their manifests; and unreadable ones, each with the reason.
+    """Return checkpoints in the order to try them, with their manifests, and the reason for each unreadable one.
 
-    They are ordered by save number, so that a clock that was set back does not matter. Other tools' files have no such
-    number and come last, ordered by time.
+    They are ordered by save number, so that a clock that was set back does not matter. Files from other tools have no
+    save number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}
@@ -99,11 +100,11 @@ def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manif
 
 
 def _why_not(path: Location, known: Manifest | None, fn: str) -> str | None:
-    """Why a run cannot start from a checkpoint; None if it can."""
+    """Return why a run cannot start from a checkpoint; None if it can."""
     if known is None:
         return _damage(path) or _why_not_foreign(path, fn)
     if known.format > FORMAT:
-        return f"written by a newer version, format {known.format}"
+        return f"written by a newer version, in format {known.format}"
     return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
 
 
@@ -117,14 +118,14 @@ def _damage(path: Location) -> str | None:
 
 def _why_not_foreign(path: Location, fn: str) -> str | None:
     try:
-        found = read(path, map_location="meta")  # its tensors are not loaded
+        found = read(path, map_location="meta")  # the tensors are not loaded
     except Exception as error:  # a broken file is the expected case
         return f"{type(error).__name__}: {error}"
     return _WEIGHTS_ONLY if fn == "fit" and "optimizer_states" not in found else None
 
 
 def newer_of_its_run(path: Location) -> Location | None:
-    """A checkpoint in the same folder that the same run wrote later; None if there is none."""
+    """Return a checkpoint in the same folder that the same run wrote later; None if there is none."""
     found, _ = _newest_first(manifest.checkpoints_in(path.parent))
     own = next((known for other, known in found if other.name == path.name), None)
     if own is None:
@@ -138,9 +139,10 @@ def newer_of_its_run(path: Location) -> Location | None:
 
 
 def highest_sequence(run: Run) -> int:
-    """The highest save number in this run's folders; 0 if there is none.
+    """Return the highest save number in this run's folders; 0 if there is none.
 
-    Of earlier runs (in version folders) only the newest that saved anything is read: its numbers are the highest.
+    Of the earlier runs (in version folders), only the newest one that saved anything is read, because its numbers are
+    the highest.
     """
     own, earlier = _folders(run)
     highest = _highest(run, own)
@@ -160,14 +162,15 @@ def _checkpoints(run: Run, folders: Iterable[Location]) -> Iterator[Location]:
 
 
 def _savers(run: Run) -> list[Any]:
-    """The callbacks that save checkpoints to a folder, even if the folder is not known yet."""
+    """Return the callbacks that save checkpoints to a folder, even if the folder is not known yet."""
     return [callback for callback in run.trainer.callbacks if hasattr(callback, "dirpath")]
 
 
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
-    """The folders that callbacks save to; and, if one is (or will be) the default folder, earlier runs' folders.
+    """Return the folders that callbacks save to and, if one is (or will be) the default folder, earlier runs' folders.
 
-    This does not settle any folder yet: a resumed fit uses the logger folders of the run that it resumes.
+    This does not settle this run's own folders yet, because a resumed fit uses the logger folders of the run that it
+    resumes.
     """
     root = run.trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(run)]
@@ -180,6 +183,6 @@ def _folders(run: Run) -> tuple[list[Location], list[Location]]:
 
 
 def _version(path: Location) -> int:
-    """N of the folder ``version_N`` in a path; -1 if there is none."""
+    """Return the N of the ``version_N`` folder in a path; -1 if there is none."""
     numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
     return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

@@ -1,4 +1,4 @@
-"""Lock folders so that only one run at a time resumes in a folder: no run may resume from an active run."""
+"""Lock folders so that only one run at a time resumes in a folder, and never from the checkpoints of an active run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: folders cannot be locked there
+except ImportError:  # on Windows, folders cannot be locked
     fcntl = None
 
-#: How long processes of a killed run may still hold its folder: data loader workers notice its end only after a while.
+#: How long processes of a killed run may still hold its folder, because data loader workers exit with a delay.
 _WAIT_SECONDS = 15.0
 
 
 class Claims:
-    """Locks on the folders that a run writes to; the system releases them when the process ends.
+    """Locks on the folders that a run writes to; the operating system releases them when the process exits.
 
-    A run that starts fresh can share a folder, because it only uses new file names. A run that resumes from the
+    A run that starts from scratch can share a folder, because it only uses new file names. A run that resumes from the
     newest checkpoint in a folder needs an exclusive lock when it begins. On file systems without such locks (some
-    network file systems) nothing is refused.
+    network file systems), no run is refused.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
     def take(self, folders: Iterable[str], alone: bool = False) -> bool:
-        """Lock folders until :meth:`release`.
+        """Lock folders until :meth:`release` is called.
 
-        Folders that do not exist yet and remote URLs are skipped. With ``alone``, check that no other run holds them
-        now. Returns whether it is certain that no other run held them.
+        Folders that do not exist yet and remote URLs are skipped. With ``alone``, check that no other run holds the
+        folders. Returns True if it is certain that no other run held them.
 
         Raises:
-            BlockingIOError: another run holds one of them, and did not release it in time.
+            BlockingIOError: if another run holds one of the folders and does not release it in time.
         """
         certain = alone
         for folder in folders:
@@ -59,7 +59,7 @@ class Claims:
 
 
 def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
-    """Wait until no other process holds the folder; False if the file system cannot tell."""
+    """Wait until no other process holds the folder. Return False if the file system cannot tell, otherwise True."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -70,9 +70,9 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder, so this run cannot resume from them: both "
-                    "would train the same steps. Wait for the other run or stop it, or give this run another folder "
-                    "(default_root_dir, dirpath). Folder",
+                    "Another run is writing checkpoints to this folder, so this run cannot resume from them, because "
+                    "both would train the same steps. Wait for the other run to end, stop it, or use a different "
+                    "folder for this run (default_root_dir, dirpath). Folder",
                     folder,
                 ) from None
             time.sleep(0.05)

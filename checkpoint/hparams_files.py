@@ -1,4 +1,4 @@
-"""Read and write files of hyperparameters: YAML, or CSV with a name and a value in each row."""
+"""Read and write hyperparameter files: YAML, or CSV with a name and a value in each row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def read_hparams(path: Path) -> dict[str, Any]:
-    """The values of a ``.yaml``, ``.yml`` or ``.csv`` file.
+    """Return the values in a ``.yaml``, ``.yml`` or ``.csv`` file.
 
     Raises:
-        ValueError: the file has another type.
-        ModuleNotFoundError: the file is YAML and pyyaml is not installed.
+        ValueError: if the file has a different type.
+        ModuleNotFoundError: if the file is YAML and pyyaml is not installed.
     """
     kind = path.suffix.lower()
     if kind == ".csv":
@@ -26,18 +26,18 @@ def read_hparams(path: Path) -> dict[str, Any]:
             import yaml
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"hparams_file={str(path)!r} is YAML, and pyyaml is not installed. Run: pip install pyyaml"
+                f"hparams_file={str(path)!r} is a YAML file, but pyyaml is not installed. Run `pip install pyyaml`."
             ) from error
         return yaml.safe_load(path.read_text()) or {}
     raise ValueError(f"hparams_file={str(path)!r} has an unknown file type. Pass a .yaml, .yml or .csv file.")
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """The values of a YAML file; empty if there is no such file.
+    """Return the values in a YAML file; an empty dict if the file does not exist.
 
     Args:
         config_yaml: path of the file.
-        use_omegaconf: return an OmegaConf container if that package is installed and a value is an interpolation.
+        use_omegaconf: return an OmegaConf container if OmegaConf is installed and a value is an interpolation.
     """
     path = Path(config_yaml)
     values = read_hparams(path) if path.is_file() else {}
@@ -51,7 +51,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
-    """The values of a CSV file; empty if there is no such file."""
+    """Return the values in a CSV file; an empty dict if the file does not exist."""
     path = Path(tags_csv)
     return read_hparams(path) if path.is_file() else {}
 
@@ -61,18 +61,18 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
     Args:
         config_yaml: path of the file.
-        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot store are written as text.
-        use_omegaconf: write a container with its interpolations.
+        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot store are written as strings.
+        use_omegaconf: write an OmegaConf container with its interpolations instead of their values.
 
     Raises:
-        RuntimeError: the folder does not exist.
+        RuntimeError: if the folder does not exist.
     """
     import yaml
 
     path = Path(config_yaml)
     if not path.parent.is_dir():
         raise RuntimeError(
-            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Create it first."
+            f"save_hparams_to_yaml({str(path)!r}): the folder {str(path.parent)!r} does not exist. Create it first."
         )
     if type(hparams).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf

@@ -15,9 +15,9 @@ from typing import Any
 
 from .. import messages
 
-#: Hyperparameters that mark an object as created by a command line, and name its class if it was chosen there.
+#: Hyperparameters that mark an object as created by a command line and, if its class was chosen there, name the class.
 COMMAND_LINE_KEYS = ("_instantiator", "_class_path")
-#: What a checkpoint says of hyperparameters that were an OmegaConf config.
+#: The type that a checkpoint stores for hyperparameters that were an OmegaConf config.
 CONFIG = "omegaconf.DictConfig"
 #: The class that a command line is instantiating, and its arguments as plain data.
 _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed", default=None)
@@ -25,10 +25,10 @@ _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed"
 
 @contextmanager
 def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """While ``cls`` is instantiated, its ``save_hyperparameters()`` stores these arguments instead of the real ones.
+    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments``, not the real ones.
 
     Args:
-        cls: the class; instances of other classes, such as its submodules, store their own.
+        cls: the class; instances of other classes, such as its submodules, store their own arguments.
         arguments: plain data; the real arguments may be objects that a checkpoint cannot store.
     """
     token = _parsed.set((cls, arguments))
@@ -70,7 +70,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Gives a class ``save_hyperparameters()`` and ``hparams``."""
+    """Adds ``save_hyperparameters()`` and ``hparams`` to a class."""
 
     _hparams: Any = None
     _hparams_initial: Any = None
@@ -79,9 +79,9 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """Values from :meth:`save_hyperparameters`. They may be changed; a checkpoint stores the current ones.
+        """The values from :meth:`save_hyperparameters`. You may change them; a checkpoint stores the current values.
 
-        An :class:`AttributeDict`, or a ``DictConfig`` with its interpolations if an OmegaConf config was saved.
+        This is an :class:`AttributeDict`, or a ``DictConfig`` with its interpolations if an OmegaConf config was saved.
         """
         if self._hparams is None:
             self._hparams = AttributeDict()
@@ -89,7 +89,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Any:
-        """A copy of the hyperparameters as they were when they were saved; loggers receive these."""
+        """A copy of the hyperparameters as they were when :meth:`save_hyperparameters` was called, for the loggers."""
         return _copied(AttributeDict() if self._hparams_initial is None else self._hparams_initial)
 
     def save_hyperparameters(
@@ -101,16 +101,16 @@ class HyperparametersMixin:
     ) -> None:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args`` all arguments are stored, including the arguments of every subclass or base class whose
-        ``__init__`` is running (a subclass's value wins). Calls in a subclass and in its base class add up. Each name
-        is stored with its value at the time of the call.
+        Without ``args``, all arguments are stored, including those of every subclass or base class whose ``__init__``
+        is running (a subclass's value wins). Calls in a subclass and in its base class add up. Each argument is stored
+        with its value at the time of the call.
 
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
                 an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
             ignore: names to leave out, such as a module passed as an argument, which is already in the ``state_dict``.
             frame: frame from which to look for ``__init__``; the caller's by default.
-            logger: whether the loggers receive these values when a run starts.
+            logger: whether to pass these values to the loggers when a run starts.
         """
         if frame is None and (current := inspect.currentframe()) is not None:
             frame = current.f_back
@@ -131,7 +131,7 @@ class HyperparametersMixin:
         _advise_about_modules(type(self).__name__, kept)
 
     def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
-        """Remove entries from the hyperparameters."""
+        """Remove the named entries from the hyperparameters."""
         for name in ignore_list:
             self.hparams.pop(name, None)
         self._hparams_initial = _copied(self.hparams)
@@ -145,7 +145,7 @@ class HyperparametersMixin:
         parsed = dict(parsed) if type(self) is cls else {}
         if by_name and not arguments and not _init_frames(self, frame):
             raise RuntimeError(
-                f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
+                f"{owner}.save_hyperparameters() was called outside of __init__, so the arguments are not known. "
                 "Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
             )
         if not args:
@@ -154,7 +154,7 @@ class HyperparametersMixin:
         chosen = {key: value for key, value in parsed.items() if key in COMMAND_LINE_KEYS and by_name}
         for arg in args:
             if is_config(arg) and len(args) == 1:
-                break  # it is kept as it is
+                break  # the config is kept as it is
             if not isinstance(arg, str):
                 chosen.update(_entries(arg, owner))
             elif arg in arguments:
@@ -168,7 +168,7 @@ class HyperparametersMixin:
 
 
 def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
-    """The frames of running calls of ``owner.__init__`` (and of its base classes), innermost first."""
+    """Return the frames of the running ``__init__`` calls of ``owner`` and its base classes, innermost first."""
     frames = []
     while frame is not None:
         code = frame.f_code
@@ -179,7 +179,7 @@ def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:
-    """The arguments of all running calls of ``__init__``, and whether one of them takes ``**kwargs``."""
+    """Return the arguments of all running ``__init__`` calls, and whether one of them takes ``**kwargs``."""
     arguments: dict[str, Any] = {}
     open_ended = False
     for init in _init_frames(owner, frame):
@@ -193,7 +193,7 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any]
 
 
 def _argument_names(code: CodeType) -> tuple[tuple[str, ...], str | None]:
-    """Names of the arguments without ``self`` and ``*args``, and the name of ``**kwargs`` if there is one."""
+    """Return the names of the arguments except ``self`` and ``*args``, and the name of ``**kwargs``, if any."""
     count = code.co_argcount + code.co_kwonlyargcount
     names = code.co_varnames[1:count]
     has_args = bool(code.co_flags & inspect.CO_VARARGS)
@@ -202,7 +202,7 @@ def _argument_names(code: CodeType) -> tuple[tuple[str, ...], str | None]:
 
 
 def _entries(config: Any, owner: str) -> dict[str, Any]:
-    """The entries of a configuration object."""
+    """Return the entries of a configuration object as a dict."""
     config = plain_config(config)
     if isinstance(config, Mapping):
         return {str(key): value for key, value in config.items()}
@@ -211,26 +211,29 @@ def _entries(config: Any, owner: str) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     raise TypeError(
-        f"{owner}.save_hyperparameters({config!r}): a {type(config).__name__} has no named entries. Pass names of "
-        "arguments, a dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
+        f"{owner}.save_hyperparameters({config!r}): a {type(config).__name__} has no named entries. Pass argument "
+        "names, a dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
     )
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value is an OmegaConf config with named entries. Does not import the package."""
+    """Return True if a value is an OmegaConf config with named entries. Does not import OmegaConf."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and omegaconf.OmegaConf.is_dict(value)
 
 
 def plain_config(config: Any, resolve: bool = True) -> Any:
-    """An OmegaConf config as (nested) dict and list, with its interpolations or their values; else the value itself."""
+    """Convert an OmegaConf config to (nested) dicts and lists; return any other value unchanged.
+
+    With ``resolve``, interpolations are replaced with their values.
+    """
     if not is_config(config):
         return config
     return _attribute_dicts(sys.modules["omegaconf"].OmegaConf.to_container(config, resolve=resolve))
 
 
 def _without(config: Any, ignored: set[str]) -> Any:
-    """A copy of an OmegaConf config without some of its entries."""
+    """Return a copy of an OmegaConf config without the ignored entries."""
     return sys.modules["omegaconf"].OmegaConf.masked_copy(config, [key for key in config if key not in ignored])
 
 
@@ -247,7 +250,7 @@ def _copied(hparams: Any) -> Any:
 
 
 def _copy_of(value: Any) -> Any:
-    """A deep copy; the value itself if it cannot be copied, or is a module, whose copy would only cost memory."""
+    """Return a deep copy, or the value itself if it cannot be copied or is a module, whose copy would waste memory."""
     if _is_module(value):
         return value
     try:
@@ -268,7 +271,7 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
         messages.warn_once(
             f"The hyperparameters of {owner} contain a module under {messages.names(modules, 'and')}. Its weights are "
             "already in the state_dict, and a hyperparameter file cannot store it. "
-            f"Leave it out: self.save_hyperparameters(ignore={modules!r})."
+            f"Leave it out with self.save_hyperparameters(ignore={modules!r})."
         )
 
 
@@ -278,4 +281,4 @@ def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> N
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)
         if hint:
-            messages.warn_once(f"{owner}.save_hyperparameters(ignore=...): there is no argument {name!r}.{hint}")
+            messages.warn_once(f"{owner}.save_hyperparameters(ignore=...): the argument {name!r} does not exist.{hint}")

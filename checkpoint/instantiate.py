@@ -1,4 +1,4 @@
-"""Create an object from the hyperparameters that a command line stored: classes by name, with their arguments."""
+"""Create an object from the hyperparameters that a command line stored: class names with their arguments."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .hyperparameters import COMMAND_LINE_KEYS, parsed_hyperparameters
 
 T = TypeVar("T")
 
-#: Value of ``_instantiator`` in the hyperparameters of a command line.
+#: Value of ``_instantiator`` in hyperparameters that a command line stored.
 MARK = "paceline.cli.instantiate_module"
 _LIGHTNINGS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether a command line stored them, Paceline's or Lightning's.
+    """Return True if Paceline's or Lightning's command line stored the hyperparameters.
 
     Raises:
-        ValueError: they name another function to make the object, which is not called.
+        ValueError: if they name a different function for creating the object. That function is not called.
     """
     maker = hyperparameters.get("_instantiator")
     if maker not in (None, MARK, *_LIGHTNINGS):
         raise ValueError(
-            f"The checkpoint's hyperparameters name {maker!r} as the function that makes the module, which is not "
-            "called, because a file cannot make a program run code. Do not load this file unless you know who wrote "
-            f"it; {MARK!r} is what TrainerCLI writes there."
+            f"The checkpoint's hyperparameters name {maker!r} as the function that creates the module. It was not "
+            "called, because a checkpoint must not be able to run code. Do not load this file unless you know who "
+            f"wrote it; TrainerCLI itself would have written {MARK!r}."
         )
     return maker is not None
 
@@ -40,11 +40,11 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
 
     Args:
         cls: the class.
-        hyperparameters: its arguments. Objects are described by class and arguments, as in a config file.
+        hyperparameters: the arguments. Objects are described by class and arguments, as in a config file.
 
     Raises:
-        ModuleNotFoundError: jsonargparse is not installed.
-        ValueError: a class is not imported, or an argument does not fit the signature.
+        ModuleNotFoundError: if jsonargparse is not installed.
+        ValueError: if a class is not imported, or an argument does not fit the signature.
     """
     if not messages.is_installed("jsonargparse"):
         raise ModuleNotFoundError(
@@ -57,8 +57,8 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
     for name in _class_paths(hyperparameters):
         if _imported(name) is None:
             raise ValueError(
-                f"The hyperparameters name the class {name!r}, which is not imported. Loading a file never imports "
-                "code: import the class before you load the file."
+                f"The hyperparameters name the class {name!r}, which has not been imported. Loading a file never "
+                "imports code, so import the class before you load the file."
             )
     arguments = {name: value for name, value in hyperparameters.items() if name not in COMMAND_LINE_KEYS}
     parser = ArgumentParser(exit_on_error=False)
@@ -82,7 +82,7 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
 
 
 def _imported(path: str) -> Any:
-    """The class of a dotted path, if it is imported; else None."""
+    """Return the class at a dotted path if it has been imported, else None."""
     names = path.split(".")
     for end in range(len(names) - 1, 0, -1):
         module = sys.modules.get(".".join(names[:end]))
@@ -92,7 +92,7 @@ def _imported(path: str) -> Any:
 
 
 def _class_paths(value: Any) -> Iterator[str]:
-    """Every class that is named, at any depth."""
+    """Yield the path of every class named in the value, at any depth."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             if key in ("class_path", "_class_path") and isinstance(entry, str):

@@ -1,4 +1,4 @@
-"""The counters of a run under Lightning's names, so that Paceline and Lightning can resume from each other's files."""
+"""A run's counters under Lightning's names, so that Paceline and Lightning can resume from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TWO, _THREE = ("ready", "completed"), ("ready", "started", "completed")
 
 
 def loops(counters: dict[str, Any]) -> dict[str, Any]:
-    """Lightning's ``"loops"`` entry, built from the counters of a run."""
+    """Build Lightning's ``"loops"`` entry from the counters of a run."""
     in_epoch, steps, done = counters["next_batch"], counters["global_step"], counters["epoch_done"]
     completed = counters["epoch"]
     epoch = dict.fromkeys(_ALL, completed + (in_epoch > 0 or done))
@@ -40,7 +40,7 @@ def loops(counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The counters of a run, read from a checkpoint that Lightning wrote."""
+    """Read the counters of a run from a checkpoint that Lightning wrote."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     found = {"global_step": checkpoint.get("global_step", 0), "window": 0, "pending": "", "stepped": False}
     try:

@@ -1,4 +1,4 @@
-"""``load_from_checkpoint``: create a module or data module from the hyperparameters in a file and load its state."""
+"""Create a module or data module from the hyperparameters in a checkpoint, and load its state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Create an instance from a checkpoint: hyperparameters become ``__init__`` arguments, then the state is loaded.
+    """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
     The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
-        ValueError: the file is not a checkpoint, or names code.
-        RuntimeError: the weights do not fit.
-        TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or has no such argument.
+        ValueError: if the file is not a checkpoint, or names code to run.
+        RuntimeError: if the weights do not fit.
+        TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or ``kwargs`` has an
+            argument that ``__init__`` does not take.
     """
     checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
     is_module = issubclass(cls, nn.Module)
@@ -65,7 +66,7 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
         name = type(module).__name__
         raise ValueError(
             f"{name}.load_from_checkpoint(strict={strict}) contradicts strict_loading={own}, which {name} sets. Leave "
-            "strict out, or pass the same."
+            "strict out, or pass the same value."
         )
     restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
@@ -78,7 +79,7 @@ def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any
 
 
 def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trusted: bool) -> dict[str, Any]:
-    """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
+    """Return the arguments for ``cls``: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -106,7 +107,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
 
 
 def _config(cls: type, values: Mapping[str, Any]) -> Any:
-    """The OmegaConf config that the hyperparameters were."""
+    """Convert hyperparameters back to the OmegaConf config that they came from."""
     if not messages.is_installed("omegaconf"):
         needs = messages.missing("Loading them", "omegaconf")
         raise ModuleNotFoundError(f"The hyperparameters of this {cls.__name__} are an OmegaConf config. {needs}")
@@ -116,7 +117,7 @@ def _config(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _attribute_dicts(value: Any) -> Any:
-    """The entries of a configuration object, readable as attributes at every depth."""
+    """Make the entries of nested dicts readable as attributes."""
     if isinstance(value, dict):
         return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
     return value
@@ -127,17 +128,18 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     if lacking and apart:
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
-            f"{', '.join(apart)} as pickled objects. A safe load does not open them, because that runs code that the "
-            f"file names. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because unpickling can run "
+            f"code named in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, "
+            "weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
-            kept = "make it plain data that a checkpoint can store, such as a name or numbers to build it from"
+            kept = "use plain data that a checkpoint can store instead, such as a name or numbers to build it from"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
-            f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "
+            f"checkpoint's hyperparameters {held}. Pass it to {cls.__name__}.load_from_checkpoint(path, {again}), or "
             f"{kept}."
         )

@@ -1,4 +1,4 @@
-"""The loggers' positions when a checkpoint was written, so that a resumed run continues their records there."""
+"""Save the loggers' positions in checkpoints, so that a resumed run continues the logs from there."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    """The state of each logger by its name in a checkpoint (see :func:`named`); empty on ranks other than 0."""
+    """Return each logger's state by its name in a checkpoint (see :func:`named`); empty on ranks other than 0."""
     pairs = named(run.trainer.loggers if run.strategy.is_global_zero else [])
     return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
 
 def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
-    """Let the loggers continue the records of the run that wrote a checkpoint, if possible. Call before using folders.
+    """If possible, let the loggers continue the logs of the run that wrote a checkpoint.
 
-    Rank 0 decides; every rank must call this. A run that resumes from a checkpoint other than its newest becomes a new
-    run: it gets new folders, unless the user named its folder.
+    Every rank must call this, before folders are used; rank 0 decides. A run that resumes from a checkpoint other than
+    its newest becomes a new run with new folders, unless the user chose its folder.
     """
 
     def look() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
 
 
 def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
-    """Print the folders of the loggers' records, once per process."""
+    """Print the folders that the loggers write to, once per process."""
     folders = dict.fromkeys(messages.path(folder) for logger in loggers if (folder := logger.records_dir))
     if folders:
         text = ", ".join(folders)
@@ -73,7 +73,7 @@ def restore(run: Run, section: Mapping[str, Any]) -> None:
 
 
 def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
-    """Each logger with its name in a checkpoint: its class and its index among loggers of that class."""
+    """Yield each logger with its name in a checkpoint, which is its class and its index among loggers of that class."""
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__
@@ -88,7 +88,7 @@ def _recognized(run: Run, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
-    """The ``"paceline"`` section of a checkpoint, without loading tensors; empty if the checkpoint cannot be read."""
+    """Return the ``"paceline"`` section of a checkpoint without loading tensors; empty if the file cannot be read."""
     where = location(path)
     try:
         if manifest.is_folder(where):
@@ -97,5 +97,5 @@ def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
             return torch.load(where, map_location="meta", mmap=True, weights_only=True)["paceline"]
         with where.open() as stream:
             return torch.load(stream, map_location="meta", weights_only=True)["paceline"]
-    except Exception:  # reading the whole checkpoint later gives a better error
+    except Exception:  # reading the full checkpoint later gives a better error
         return {}

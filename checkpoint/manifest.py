@@ -1,8 +1,8 @@
 """A checkpoint's manifest: JSON with its metadata and checksums, written last and readable without the rest.
 
-In a single file it is an additional record of the zip, ``<archive>/manifest.json`` (``unzip -p FILE
-'*/manifest.json'``); in a folder it is the file ``manifest.json``. A checkpoint with a manifest is complete. Nothing
-here needs torch.
+In a single file, the manifest is an additional record of the zip archive, ``<archive>/manifest.json`` (``unzip -p FILE
+'*/manifest.json'``); in a folder, it is the file ``manifest.json``. A checkpoint with a manifest is complete. This
+module does not need torch.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from typing import IO, Any
 
 from .storage import Location, Remote, location
 
-#: In a checkpoint folder, the file that holds everything except the big tensors.
+#: The file in a checkpoint folder that holds everything except the large tensors.
 CONTENTS = "contents.ckpt"
-#: File name, or end of the record name, of a manifest.
+#: Name of a manifest's file, or end of the name of its record.
 NAME = "manifest.json"
 SUFFIX = ".ckpt"
 #: Name of the checkpoint in a folder that ``Accelerator.save_state`` wrote.
 STATE = f"state{SUFFIX}"
 
-#: Version of the layout of checkpoints and manifests. Higher versions are refused.
+#: Version of the layout of checkpoints and manifests. Higher versions are rejected.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Metadata of a checkpoint, and its files.
+    """Metadata of a checkpoint, including a list of its files.
 
     Attributes:
-        format: version of its layout.
+        format: version of the checkpoint's layout.
         kind: ``"file"`` or ``"folder"``.
-        weights_only: whether it has only weights, so that no fit can resume from it.
-        epoch: number of complete epochs, without the current one.
+        weights_only: whether the checkpoint contains only weights, so that no fit can resume from it.
+        epoch: number of completed epochs, not counting the current one.
         global_step: number of optimizer steps.
-        sequence: its number among the saves of its run and of earlier runs in the same folders; 0 outside a fit.
-        monitor: the metric that ranked it.
-        score: the value of that metric; None if there is none or it is not finite.
-        world_size: number of processes of the run.
+        sequence: number of this save among those of its run and of earlier runs in the same folders; 0 outside a fit.
+        monitor: name of the metric that ranked the checkpoint.
+        score: value of that metric; None if there is none or it is not finite.
+        world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: the marks of the run that wrote it.
-        line: the mark of the callback that manages it, kept by every run that resumes; empty if there is none.
+        runs: marks that identify the run that wrote the checkpoint, one for each callback that saves.
+        line: mark of the callback that manages the checkpoint, which stays the same when a run resumes; empty if no
+            callback manages the checkpoint.
         written: time in UTC, ISO 8601.
-        files: size in bytes and CRC-32 of each file of a folder (without the manifest), or of each record of a file.
+        files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """
 
     format: int = FORMAT
@@ -71,15 +72,15 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote URLs."""
+        """The subfolder that holds the files of a checkpoint folder. Except at remote URLs, this is ``""``."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 
 def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) -> Manifest:
-    """The manifest for a checkpoint that is about to be written.
+    """Return the manifest for a checkpoint that is about to be written.
 
-    Sequence number and score are in its ``["paceline"]["manifest"]``. ``files``: size and checksum of the files of a
-    folder; None for a single file, whose zip records them itself.
+    Its sequence number and score come from ``checkpoint["paceline"]["manifest"]``. ``files`` maps each file in a folder
+    to its size and checksum; it is None for a single file, because the zip archive records them itself.
     """
     section = checkpoint.get("paceline", {})
     facts = section.get("manifest", {})
@@ -117,7 +118,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _text(manifest: Manifest) -> str:
-    """The manifest as JSON, with a checksum of itself."""
+    """Return the manifest as JSON, including a checksum of itself."""
     found = asdict(manifest)
     return _dump({"checksum": zlib.crc32(_dump(found).encode()), **found})
 
@@ -136,11 +137,11 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
-    """The manifest of a checkpoint; None if it has none, like files of other tools.
+    """Return the manifest of a checkpoint; None if it has none, because another tool wrote it.
 
     Raises:
-        OSError: the file does not exist or cannot be read.
-        ValueError: it is damaged, or not a checkpoint.
+        OSError: if the file does not exist or cannot be read.
+        ValueError: if the file is damaged or is not a checkpoint.
     """
     where = location(path)
     if where.is_dir():
@@ -150,10 +151,10 @@ def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
 
 
 def read_folder(path: Location) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Raises:
-        ValueError: it is missing or damaged, or the folder is not a checkpoint.
+        ValueError: if the manifest is missing or damaged, or if the folder is not a checkpoint.
     """
     if not is_folder(path):
         raise ValueError("it is a folder that is not a checkpoint")
@@ -166,8 +167,8 @@ def read_folder(path: Location) -> Manifest:
 
 
 def read_file(stream: IO[bytes]) -> Manifest | None:
-    """The manifest in an open, seekable file."""
-    if stream.read(1) == b"\x80":  # a pickle, as torch wrote before it used zip files
+    """Return the manifest in an open, seekable file; None if there is none."""
+    if stream.read(1) == b"\x80":  # a pickle, which torch wrote before it used zip files
         return None
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -189,19 +190,19 @@ def read_file(stream: IO[bytes]) -> Manifest | None:
 
 
 def _made(found: dict[str, Any]) -> Manifest:
-    """A manifest from JSON data; fields that a later version added are ignored."""
+    """Create a manifest from JSON data, ignoring fields that a later version added."""
     return Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
 
 
 def is_folder(path: str | os.PathLike[str] | Remote) -> bool:
-    """Whether a path is a checkpoint folder, complete or not."""
+    """Return True if the path is a checkpoint folder, whether complete or not."""
     return any((location(path) / name).is_file() for name in (NAME, CONTENTS))
 
 
 def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Location]:
-    """The checkpoints in a folder: files and folders named ``*.ckpt`` that are not hidden.
+    """Yield the checkpoints in a folder: files and folders named ``*.ckpt`` that are not hidden.
 
-    The folder need not exist. ``depth``: how many levels of subfolders to search.
+    The folder does not have to exist. ``depth`` is the number of subfolder levels to search.
     """
     try:
         entries = sorted(location(folder).iterdir(), key=lambda entry: entry.name)

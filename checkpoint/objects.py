@@ -1,7 +1,7 @@
-"""Checkpoint values that are not plain data: pickled into a section that is opened only for trusted files.
+"""Checkpoint values that are not plain data, which are pickled into a section that is opened only for trusted files.
 
-Unpickling runs code that the file names (https://docs.python.org/3/library/pickle.html). A safe load reads the section
-as bytes and never opens it.
+Unpickling runs code named in the file (https://docs.python.org/3/library/pickle.html). A safe load reads the section as
+bytes and never unpickles it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from .. import messages
 from .plain_data import plain
 
-#: Key of the section, in the part of a checkpoint that is Paceline's.
+#: Key of the section in the ``"paceline"`` entry of a checkpoint.
 SECTION = "objects"
 #: Entries whose own entries are checked one by one.
 _NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-#: Entries that hold a run's state, where an object is a mistake.
+#: Entries that hold a run's state, which must not contain objects.
 _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_states", "lr_schedulers")
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects moved to the section, keyed by their place.
+    """Return the checkpoint with its objects pickled into a section of their own, keyed by their original places.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
 
     Raises:
-        TypeError: an object cannot be pickled; the message says which one.
+        TypeError: if an object cannot be pickled; the message says which one.
     """
     found: dict[str, dict[str, Any]] = {}
     kept = {}
@@ -43,7 +43,7 @@ def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Whether a checkpoint can store a value, as plain data or as an object."""
+    """Return True if a checkpoint can store the value, as plain data or as a pickled object."""
     try:
         _taken({}, "", value)
     except TypeError:
@@ -65,22 +65,22 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:
-    """The objects of a checkpoint, each with its type; with ``within``, only the objects in that entry."""
+    """Return the places and types of a checkpoint's pickled objects; with ``within``, only of those in that entry."""
     start = f"{within}/" if within else ""
     section = checkpoint.get("paceline", {}).get(SECTION, {})
     return [f"{place.removeprefix(start)} ({one['type']})" for place, one in section.items() if place.startswith(start)]
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Put the objects back in their places. This runs code that the file names.
+    """Unpickle the objects and put them back in their places. This runs code named in the file.
 
     Args:
-        checkpoint: changed in place, and returned.
+        checkpoint: the checkpoint, which is changed in place and returned.
         name: name of the file.
     """
     for place, one in checkpoint.get("paceline", {}).get(SECTION, {}).items():
         key, _, inner = place.partition("/")
         owner = checkpoint.setdefault(key, {}) if inner and key in _NESTED else checkpoint
         owner[inner if owner is not checkpoint else place] = pickle.loads(one["pickled"])
-    messages.info_once(f"weights_only=False: loading {name!r} runs code that the file names.", key="code of a file")
+    messages.info_once(f"weights_only=False: loading {name!r} runs code named in the file.", key="code of a file")
     return checkpoint

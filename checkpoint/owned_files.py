@@ -17,10 +17,10 @@ class RunFiles:
     """Recognizes the files that a run wrote.
 
     Attributes:
-        folder: absolute path or URL; ``""`` until it is known.
+        folder: absolute path or URL of the folder; ``""`` until it is known.
         mark: a string unique to the run, stored in each of its checkpoints.
         line: a string shared by a chain of runs, each resumed from the newest checkpoint of the previous one. It is
-            stored in the manifests of the files managed here, not of other files saved in the same folder.
+            stored in the manifests of the files managed here, but not in those of other files in the same folder.
     """
 
     folder: str
@@ -33,19 +33,19 @@ class RunFiles:
             checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
 
     def is_ours(self, path: str) -> bool:
-        """Whether this run, now or before it was resumed, wrote the file that now exists at a path."""
+        """Return True if this run wrote the file at a path, either now or before it was resumed."""
         found = _manifest(path)
         return found is not None and self.mark in found.runs
 
     def step_of(self, path: str) -> int | None:
-        """The step of a checkpoint that this run wrote; None for any other file."""
+        """Return the step of a checkpoint that this run wrote; None for any other file."""
         found = _manifest(path) if path else None
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete files that were superfluous when ``start`` was saved; return the files that the next save replaces.
+        """Delete files that were no longer needed when ``start`` was saved; return those that the next save replaces.
 
-        The next save replaces ``start`` itself, if it was superfluous, and all files that were saved after it.
+        The next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
         """
         for path in leftovers:
             if path != start:
@@ -53,7 +53,10 @@ class RunFiles:
         return [*([start] if start in leftovers else []), *self._later_than(start, depth)]
 
     def _later_than(self, path: str, depth: int) -> list[str]:
-        """The files of this line, up to ``depth`` folders down, that were saved after the checkpoint at ``path``."""
+        """Return the checkpoints from the same chain of runs that were saved after the one at ``path``.
+
+        The search goes up to ``depth`` folders down.
+        """
         start = _manifest(path)
         if start is None:
             return []
@@ -61,16 +64,16 @@ class RunFiles:
         return [other for other, it in found if it and it.line == self.line and it.sequence > start.sequence]
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
-        """Return the first path that does not exist, or whose file is ours and will be replaced anyway."""
+        """Return the first path that does not exist or whose file belongs to this run and will be replaced anyway."""
         return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
     def delete(self, path: str, remove: Callable[[str], Any] | None = None) -> None:
-        """Delete a file if it is in the folder and ours.
+        """Delete a file if it is in the folder and belongs to this run.
 
         Args:
             path: path of the file.
-            remove: deletes a file that a CheckpointIO wrote in its own format. Such a file is recognized by its path
-                alone.
+            remove: function that deletes a file that a CheckpointIO wrote in its own format. Such a file is recognized
+                by its path alone.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return
@@ -80,15 +83,15 @@ class RunFiles:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
 
     def relative(self, path: str) -> str:
-        """The path relative to the folder, as checkpoints store it."""
+        """Return the path relative to the folder, as it is stored in checkpoints."""
         return storage.relative(path, self.folder) if path and self.folder else path
 
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
-        """Return the current path of a file, or None.
+        """Return the current path of a file, or None if it is not found.
 
-        Searches the folder, then ``beside``, the folder of the checkpoint that stores this path. ``saved`` is relative
-        to the folder. In files that other tools wrote it is absolute, and is first made relative to ``old_folder``, if
-        that is known.
+        Searches the folder, then ``beside``, the folder of the checkpoint that stores the path. ``saved`` is relative
+        to the folder. In checkpoints that other tools wrote, ``saved`` is absolute and is first made relative to
+        ``old_folder``, if that is known.
         """
         absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
         relative = storage.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved
@@ -102,5 +105,5 @@ class RunFiles:
 def _manifest(path: str) -> manifest.Manifest | None:
     try:
         return manifest.read(path)
-    except (OSError, ValueError):  # an unreadable file cannot be recognized as ours
+    except (OSError, ValueError):  # an unreadable file cannot be recognized as this run's
         return None

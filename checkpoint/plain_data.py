@@ -1,4 +1,4 @@
-"""Convert values to data that a checkpoint can store: data that can be loaded without running code."""
+"""Convert values to plain data, which a checkpoint can store and load without running code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return ``value`` as data that a file can store without naming code; the same object if nothing has to change.
+    """Convert ``value`` to data that a file can store without naming code; return it as it is if nothing has to change.
 
     Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
     Converted: numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and
     list.
 
-    ``where`` is the name of ``value`` in the error, for example ``"callbacks['EMA']"``.
+    ``where`` is the name of ``value`` in the error message, for example ``"callbacks['EMA']"``.
 
     Raises:
-        TypeError: it contains something else; the message says where, of what type, and what to do.
+        TypeError: if the value contains anything else; the message says where, of what type, and how to fix it.
     """
     kind = type(value)
     if kind in _LEAVES:
         return value
     if kind is bytes:
-        return value or bytearray()  # empty bytes are pickled as a call of bytes(), which loading refuses
+        return value or bytearray()  # empty bytes are pickled as a call to bytes(), which loading rejects
     if kind in _TENSORS:
         return value if not vars(value) else _tensor_with_attributes(value, where)
     if isinstance(value, dict):
@@ -65,7 +65,7 @@ def _plain_dict(value: dict[Any, Any], where: str) -> dict[Any, Any]:
 
 def _plain_key(key: Any, where: str) -> Any:
     if isinstance(key, Tensor):
-        raise TypeError(f"{where} has a tensor as a key. Use key.item().")
+        raise TypeError(f"{where} has a tensor as a key, which a checkpoint cannot store. Use key.item() as the key.")
     return plain(key, f"a key of {where}")
 
 
@@ -88,7 +88,7 @@ def _converted(value: Any, where: str) -> Any:
     raise TypeError(
         f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store, because loading "
         "it would have to run code. Save plain data instead (numbers, strings, tensors, and dicts, lists and tuples "
-        f"of them): {_advice(value)}."
+        f"of them), such as {_advice(value)}."
     )
 
 

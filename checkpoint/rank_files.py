@@ -16,32 +16,33 @@ from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
-    """The saved entry that this rank resumes from: its own, or the entry of the rank with its share of the data.
+    """Return the saved entry that this rank resumes from: its own, or that of the rank with the same share of the data.
 
-    None if there is no such entry. ``alike``: whether the resumed run has the same number of ranks, and of shares of
-    the data, as the saved run.
+    Returns None if there is no such entry. ``alike``: whether the resumed run has the same number of ranks, and of
+    shares of the data, as the saved run.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
 
 
 def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
-    """The ranks of a saved run that have no entry in its checkpoint, as text; empty if there are none."""
+    """Return the ranks of a saved run that have no entry in its checkpoint, as text; empty if there are none."""
     known = {kept["rank"] for kept in ranks}
     lacking = [rank for rank in range(world_size) if rank not in known]
     return messages.ranks(lacking) if lacking else ""
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """Print one message that lists what was derived rather than restored, if anything was.
+    """If anything was derived instead of restored, print one message that lists it.
 
-    ``alike``: whether the run has the same ranks as the saved run; ``then`` and ``now``: their numbers of ranks.
+    ``alike``: whether the run has the same ranks as the saved run. ``then`` and ``now``: the number of ranks in the
+    saved run and in this run.
     """
     if derived:
-        other = f" was written on {_count(then)}, and this run has {_count(now)}: it"
+        other = f" was written on {_count(then)} and this run has {_count(now)}, so it"
         messages.info(
             f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. "
-            f"Derived rather than restored: {'; '.join(derived)}."
+            f"Derived instead of restored: {'; '.join(derived)}."
         )
 
 
@@ -53,7 +54,7 @@ def _count(ranks: int) -> str:
 
 
 def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """The module's buffers that differ from rank 0's, such as the running statistics of a batch norm, on the CPU.
+    """Return the module's buffers that differ from rank 0's, such as batch norm statistics, on the CPU.
 
     Every rank must call this.
     """
@@ -74,7 +75,7 @@ def put_back_buffers(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a ``state_dict`` by name, without those that are sharded, empty or on the meta device."""
+    """Return the buffers in the ``state_dict`` by name, except those that are sharded, empty or on the meta device."""
     saved = {
         f"{place}.{name}" if place else name: buffer
         for place, part in module.named_modules()
@@ -85,6 +86,6 @@ def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """A checksum of the numbers in a tensor on the CPU."""
+    """Return a checksum of the numbers in a CPU tensor."""
     flat = tensor.contiguous()
     return hashlib.blake2b(ctypes.string_at(flat.data_ptr(), flat.nbytes), digest_size=8).digest()

@@ -22,14 +22,14 @@ def read(
 
     Args:
         path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its URL.
-        map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies it without loading them.
-        strategy: decides which shards of a folder's tensors this process needs; None for all.
-        trusted: also load objects, which runs code that the file names.
+        map_location: device for the tensors, as for ``torch.load``; ``"meta"`` verifies them without loading them.
+        strategy: decides which shards of a folder's tensors this process needs; None means all shards.
+        trusted: also load pickled objects, which runs code named in the file.
 
     Raises:
-        FileNotFoundError: there is no such file; the message lists the files in the folder.
-        IsADirectoryError: it is a folder but not a checkpoint.
-        ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
+        FileNotFoundError: if the file does not exist; the message lists the files in the folder.
+        IsADirectoryError: if the path is a folder that is not a checkpoint.
+        ValueError: if the file is damaged, not a checkpoint, written by a newer version, or names code to run.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
         return sharded_folder.read(location(path), map_location, strategy, trusted)

@@ -1,4 +1,4 @@
-"""Restoring a checkpoint, shared by Trainer and Accelerator: load weights, and report states that do not fit."""
+"""Load weights and report states that do not fit. Trainer and Accelerator share this code for restoring checkpoints."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .. import messages
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: The parts of a checkpoint that a fit can restore. ``Trainer.fit`` describes them.
+#: The parts of a checkpoint that a fit can restore; see ``Trainer.fit``.
 Part = Literal["model", "optimizer", "schedulers", "loops", "rng", "callbacks"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
-    """The requested parts, in the order of :data:`PARTS`.
+    """Return the requested parts in the order of :data:`PARTS`.
 
     Raises:
-        ValueError: there is no part with that name.
+        ValueError: if a name is not one of :data:`PARTS`.
     """
     given = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in given:
@@ -34,7 +34,7 @@ def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of paceline, torch and python, for a checkpoint."""
+    """Return the versions of paceline, torch and python that a checkpoint records."""
     return {
         "paceline": sys.modules[__name__.partition(".")[0]].__version__,
         "torch": str(torch.__version__),
@@ -43,26 +43,27 @@ def versions() -> dict[str, str]:
 
 
 def call(owner: Any, hook: str, *args: Any) -> None:
-    """Call a hook if the object has it (None counts as not having it)."""
+    """Call a hook if the object has it and it is not None."""
     method = getattr(owner, hook, None)
     if method is not None:
         method(*args)
 
 
 def is_strict(module: Any) -> bool:
-    """Whether the names of the weights have to match; ``strict_loading = None`` on the class means yes."""
+    """Return True if the names of the weights must match. ``strict_loading = None`` on the class counts as True."""
     return module.strict_loading is not False
 
 
 def load_weights(
     module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any, advice: str | None = None
 ) -> None:
-    """Load weights through ``load(module, state, strict)``; list everything that does not fit.
+    """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
 
-    ``advice`` is a sentence that says what to do if they do not fit; None uses the advice for a ``TrainingModule``.
+    ``advice`` is a sentence that says how to fix weights that do not fit; None uses the advice for a
+    ``TrainingModule``.
 
     Raises:
-        RuntimeError: names are missing or unexpected, or shapes differ; the message says what to do.
+        RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.
     """
     try:
         result = load(module, state, strict)
@@ -89,7 +90,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """The second piece of advice, which helps only if names differ and shapes do not."""
+    """Return a second piece of advice if it helps: if all shapes match, so that only names can differ."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""
@@ -120,12 +121,12 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n]) + "."
         if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
-            return f"The names would match without the prefix {prefix!r}: remove it in on_load_checkpoint. "
+            return f"The names would match without the prefix {prefix!r}, so remove it in on_load_checkpoint. "
     return ""
 
 
 def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
-    """Why a saved state cannot belong to this optimizer; empty if it can."""
+    """Return why a saved state cannot belong to this optimizer; empty if it can."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
         return f"{len(saved)} parameter groups were saved, but it has {len(groups)}"
@@ -139,8 +140,8 @@ def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: s
 
 
 def restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
-    """Restore the loss scale; prints a note if the current precision does not use one."""
+    """Restore the loss scale, or print a message if the current precision does not use one."""
     if state and state.keys() == precision.state_dict().keys():
         precision.load_state_dict(state)
     elif state:
-        messages.info(f"The saved loss scale is not used: precision {precision.name!r} does not scale losses.")
+        messages.info(f"The saved loss scale is not used, because precision {precision.name!r} does not scale losses.")

@@ -1,4 +1,4 @@
-"""Export bare weights: the tensors of a ``state_dict``, each once, in files that other tools can read."""
+"""Export bare weights: the tensors of a ``state_dict``, without duplicates, in files that other tools can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import messages
 from ..big_model.weight_files import ALIGNMENT
 
-#: The format's names of dtypes. The format stores tensors in the reverse of this order.
+#: The format's names for dtypes. The format stores tensors in the reverse of this order.
 _KINDS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -36,10 +36,10 @@ _PADDING = "padding"
 
 
 class Bare(NamedTuple):
-    """The tensors of a ``state_dict``.
+    """The contents of a ``state_dict``, split into tensors, duplicates and other entries.
 
     Attributes:
-        tensors: the tensors by name, each only once.
+        tensors: the tensors by name, without duplicates.
         twins: maps each duplicate name to the name under which the tensor is kept.
         others: maps the name of each non-tensor entry to its type, for messages (``"a list"``).
     """
@@ -52,7 +52,7 @@ class Bare(NamedTuple):
 def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
     """Split a ``state_dict`` into tensors, duplicates and other entries.
 
-    ``tied``: regular expressions of names that should not be kept if a tensor has several names.
+    ``tied`` contains regular expressions for names that should not be kept if a tensor has several names.
     """
     patterns = [re.compile(pattern) for pattern in tied]
     found = Bare({}, {}, {})
@@ -74,7 +74,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Key shared by tensors that use the same storage."""
+    """Return a key that is equal for tensors that use the same storage."""
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
 
 
@@ -100,7 +100,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 
 
 def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Offset of the first tensor in a file of safetensors 0.4 to 0.8, with empty padding; 0 if unknown."""
+    """Return the first tensor's offset in a file written by safetensors 0.4 to 0.8 without padding; 0 if unknown."""
     entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
     order, end = list(_KINDS), 0
     if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():
@@ -112,7 +112,7 @@ def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> i
 
 
 def write_torch(value: Any, path: Path) -> None:
-    """Write with ``torch.save`` and sync to disk."""
+    """Write a file with ``torch.save`` and sync it to disk."""
     torch.save(value, path)
     sync(path)
 

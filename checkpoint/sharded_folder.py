@@ -1,9 +1,9 @@
 """A checkpoint in a folder: each process writes and reads its own shards of the tensors, in parallel.
 
-The folder contains three kinds of files: ``contents.ckpt``, a normal checkpoint file except that its big tensors are on
-the meta device and have no memory; the shards of these tensors, written by torch.distributed.checkpoint under their
-names in the checkpoint (``state_dict.head.weight``); and ``manifest.json`` with the checksums of all files. Any number
-of processes can read it; each gets the same complete checkpoint.
+The folder contains three kinds of files: ``contents.ckpt``, a normal checkpoint file except that its sharded tensors
+are on the meta device, without memory; the shards of these tensors, written by torch.distributed.checkpoint under their
+names in the checkpoint (``state_dict.head.weight``); and ``manifest.json``, with the checksums of all files. Any number
+of processes can read the folder, and all of them get the same complete checkpoint.
 
 At a remote URL, where folders cannot be renamed, the folder contains only the manifest, and each save puts the other
 files in a new subfolder. Replacing the manifest switches from the old checkpoint to the new one.
@@ -45,11 +45,12 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """Write a checkpoint with sharded tensors. Every process must call this.
 
     All files are written to a hidden folder next to ``path`` and synced to disk before the folder is renamed. The
-    manifest, with the checksums of all other files, is written last. For a remote URL the hidden folder is in the local
-    temporary folder, and each process uploads its files. Values that are not sharded are taken from rank 0.
+    manifest, with the checksums of all other files, is written last. For a remote URL, the hidden folder is in the
+    local temporary folder, and each process uploads its files. Values that are not sharded are taken from rank 0.
 
     Raises:
-        OSError: it could not be written; raised on every process. An earlier checkpoint at ``path`` is unchanged.
+        OSError: on every process, if the checkpoint could not be written. An earlier checkpoint at ``path`` is then
+            unchanged.
     """
     from torch.distributed.tensor import DTensor
 
@@ -84,7 +85,10 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
 
 
 def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of ``value`` with every tensor replaced by ``change(name, tensor)``; the name joins its keys with dots."""
+    """Return a copy of ``value`` in which ``change(name, tensor)`` replaces every tensor.
+
+    The name of a tensor consists of the keys that lead to it, joined by dots.
+    """
     if isinstance(value, Tensor):
         return change(place, value)
     inside = f"{place}." if place else ""
@@ -99,7 +103,7 @@ def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> 
 
 
 def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
-    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none waits."""
+    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none keeps waiting."""
     problem: Exception | None = None
     result: Any = None
     try:
@@ -116,13 +120,13 @@ def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
 
 
 def _make_folder(target: Location, temporary: Path, make: bool) -> None:
-    if isinstance(target, Remote):  # existing remote files stay
+    if isinstance(target, Remote):  # existing remote files are kept
         temporary.mkdir(parents=True, exist_ok=True)
         return
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
-            "A folder with this name already exists and is not a checkpoint. Choose another name. Folder",
+            "A folder with this name already exists and is not a checkpoint. Choose a different name. Folder",
             str(target),
         )
     if make:
@@ -139,18 +143,18 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
     except CheckpointException as error:
         rank, failure = next(iter(error.failures.items()))
         raise OSError(
-            f"The checkpoint was not saved: rank {rank} could not write its shards to {str(folder.parent)!r} "
+            f"The checkpoint was not saved, because rank {rank} could not write its shards to {str(folder.parent)!r} "
             f"({failure[0]!r}). Make the folder writable for every process, free disk space, or save elsewhere."
         ) from error
 
 
 def _upload_folder(temporary: Path, target: Remote) -> Remote:
-    """The remote subfolder for the files of one save, below the folder with its manifest."""
+    """Return the remote subfolder for the files of one save, below the folder that holds its manifest."""
     return target / temporary.name.split(".")[-2]
 
 
 def _deliver(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
-    """Upload files if the target is remote; returns their sizes and checksums by their names in the manifest."""
+    """Upload files if the target is remote. Return their sizes and checksums by their names in the manifest."""
     found = sums(written)
     if isinstance(target, Path):
         return found
@@ -166,8 +170,8 @@ def _finish(
     elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
-            f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(files)} files, which other "
-            "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or use "
+            f"The checkpoint {str(target)!r} was not saved, because {len(elsewhere)} of its {len(files)} files, which "
+            "other processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or use "
             "FSDPStrategy(state_dict_type='full')."
         )
     single_file.write(contents, temporary / CONTENTS, whole=False)
@@ -188,10 +192,10 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
     (target / manifest.NAME).upload(temporary / manifest.NAME)
     try:
         storage.remove_all(target / name for name in before)
-        if target.is_file():  # at a URL a file and a folder can have the same name
+        if target.is_file():  # at a URL, a file and a folder can have the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaced could not be deleted: {error}")
+        messages.warn(f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:
@@ -202,7 +206,7 @@ def _clear(temporary: Path, target: Location) -> None:
         with suppress(OSError):
             with suppress(ValueError):
                 current = manifest.read_folder(target).inside
-            if current != folder.name:  # otherwise the checkpoint was complete before something failed
+            if current != folder.name:  # otherwise, the checkpoint was complete before something failed
                 storage.remove_all(folder.files_below())
 
 
@@ -217,7 +221,7 @@ def read(
     The arguments are the same as for :func:`.read.read`. With a strategy, every process must call this.
 
     Raises:
-        ValueError: it is damaged, incomplete, or written by a newer version.
+        ValueError: if the folder is damaged, incomplete, or written by a newer version.
     """
     agreed = partial(together, strategy or Strategy(), "read")
     agreed(lambda: _check(folder, strategy))
@@ -275,7 +279,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder. Like everything in a checkpoint, it must not name code to run."""
+    """Reads torch's index of a folder. Like every part of a checkpoint, the index must not name code to run."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
@@ -289,8 +293,8 @@ class _Metadata(pickle.Unpickler):
         )
         if not known or "." in name:
             raise ValueError(
-                f"The checkpoint {self.name!r} was not loaded and nothing in it was run: it names {module}.{name}, "
-                "which an index of tensors does not need. Use another checkpoint, from a source that you trust."
+                f"The checkpoint {self.name!r} was not loaded and nothing in it was run, because it names {module}."
+                f"{name}, which an index of tensors does not need. Use a checkpoint from a source that you trust."
             )
         return super().find_class(module, name)
 

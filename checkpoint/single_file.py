@@ -1,4 +1,4 @@
-"""A checkpoint in a single file: written completely or not at all, and read without running code that it names."""
+"""A checkpoint in a single file, written completely or not at all, and read without running any code that it names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..torch_private import storage_key
 from . import atomic_write, manifest, storage
 from .manifest import FORMAT
 from .objects import open_section
+from .pickled_code import CALLS, CREATES, REFERS, uses
 from .plain_data import plain
 from .storage import Location, Remote, location
 from .verify import Problem, file_problem
@@ -29,19 +30,17 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """Write a checkpoint so that ``path`` is always either the old or the complete new file, even after a crash.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
-    ``path``. Tensors are streamed; the file is never held in memory. A ``NewPath`` never replaces an existing file.
+    ``path``. Tensors are streamed, so the file is never held in memory. A ``NewPath`` never replaces an existing file.
     ``whole`` is False for a file in a checkpoint folder, because the folder has its own manifest.
 
     Raises:
-        TypeError: a value is neither plain data nor a tensor; the message says which one.
-        FileExistsError: a file exists at a ``NewPath``.
-        OSError: it could not be written. An earlier file at ``path`` is unchanged.
+        TypeError: if a value is neither plain data nor a tensor; the message says which one.
+        FileExistsError: if a file exists at a ``NewPath``.
+        OSError: if the file could not be written. An earlier file at ``path`` is then unchanged.
     """
     target = location(path)
     if target.is_dir() and not manifest.is_folder(target):
-        raise IsADirectoryError(
-            errno.EISDIR, "A checkpoint is one file, but there is a folder with this name", str(path)
-        )
+        raise IsADirectoryError(errno.EISDIR, "A checkpoint is a single file, but this path is a folder", str(path))
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
@@ -57,20 +56,21 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
             raise _not_written(error, checkpoint, target, stream.written) from error
         if isinstance(error, RecursionError):
             raise ValueError(
-                "The checkpoint contains data that is nested too deeply, or that contains itself, and cannot be "
-                "written. Check what state_dict() and on_save_checkpoint() of your classes return."
+                "The checkpoint cannot be written, because it contains data that is nested too deeply or contains "
+                "itself. Check what your state_dict() and on_save_checkpoint() methods add to it."
             ) from None
         raise
 
 
 class _File(io.FileIO):
-    """An unbuffered file: a process forked while a thread writes could write a buffer's contents a second time.
+    """An unbuffered file. A process forked during a write could write the contents of a buffer a second time.
 
-    Data loader workers are such processes: they have a copy of this process's memory, and close its files at the end.
+    Data loader workers are such processes: they have a copy of this process's memory, and they close its files when
+    they exit.
     """
 
     def write(self, data: Any) -> int:
-        """Write all of the data; a single system call may write only a part."""
+        """Write all of the data. A single system call may write only part of it."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while len(rest):
@@ -79,7 +79,7 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """The stream for ``torch.save``. It stores an error instead of raising it, because a later one would mask it."""
+    """The stream for ``torch.save``. It stores an error instead of raising it, because a later error would mask it."""
 
     raw: io.FileIO
 
@@ -119,20 +119,20 @@ def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, w
         room = atomic_write.beside(target, "x").parent
         with suppress(OSError):
             text += f"{shutil.disk_usage(room).free:,} bytes are free {f'in {room}' if remote else 'there'}, "
-        elsewhere = "set TMPDIR" if remote else "save in another folder (dirpath, default_root_dir)"
+        elsewhere = "set TMPDIR" if remote else "save to a different folder (dirpath, default_root_dir)"
         text += (
-            f"about {needed:,} are needed, {written:,} had been written. Free space, keep fewer checkpoints "
-            f"(save_top_k), or {elsewhere}. Checkpoint"
+            f"about {needed:,} are needed, and {written:,} were written before the error. Free disk space, keep fewer "
+            f"checkpoints (save_top_k), or {elsewhere}. Checkpoint"
         )
     elif remote:
         text += "Check the URL, the network, and the credentials and their write permission. Checkpoint"
     else:
-        text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
+        text += "Make the folder writable, or save to a different one (dirpath, default_root_dir). Checkpoint"
     return OSError(error.errno, text, str(target))
 
 
 def _storage_sizes(value: Any) -> dict[int, int]:
-    """Bytes of every storage that tensors anywhere in ``value`` use, by the storage's address."""
+    """Return the size in bytes of every storage used by tensors anywhere in ``value``, by the storage's address."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
         return {storage_key(storage): storage.nbytes()}
@@ -149,7 +149,7 @@ def _storage_sizes(value: Any) -> dict[int, int]:
 def read(
     path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu", trusted: bool = False
 ) -> dict[str, Any]:
-    """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
+    """Verify the checksums of a checkpoint file that Paceline or Lightning wrote, and read it.
 
     Arguments and errors are the same as for :func:`.read.read`. A file at a remote URL is downloaded first.
     """
@@ -162,9 +162,9 @@ def read(
 
 
 def load(path: str | os.PathLike[str] | Remote, map_location: Any = "cpu", trusted: bool = False) -> Any:
-    """Read any file of ``torch.save``, after a look at its checksums if it has some.
+    """Read any file written by ``torch.save``, after verifying its checksums if it has any.
 
-    Arguments and errors as for :func:`.read.read`.
+    Arguments and errors are the same as for :func:`.read.read`.
     """
     where = location(path)
     _must_be_file(where)
@@ -197,10 +197,10 @@ def _load(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> Any:
 
 def _must_be_file(path: Location) -> None:
     if path.is_dir():
-        text = f"A checkpoint is one file, but this is a folder. {_files_in(path)} Checkpoint"
+        text = f"A checkpoint is a single file, but this path is a folder. {_files_in(path)} Checkpoint"
         raise IsADirectoryError(errno.EISDIR, text, str(path))
     if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, f"There is no such file. {_neighbors(path)} Checkpoint", str(path))
+        raise FileNotFoundError(errno.ENOENT, f"The file does not exist. {_neighbors(path)} Checkpoint", str(path))
 
 
 def _neighbors(path: Location) -> str:
@@ -208,7 +208,7 @@ def _neighbors(path: Location) -> str:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return f"Its folder does not exist either; the nearest existing one is {storage.absolute(folder)}."
+        return f"Its folder does not exist either; the nearest existing folder is {storage.absolute(folder)}."
     return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
 
 
@@ -230,8 +230,8 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     version = section.get("format", 0)
     if version > FORMAT:
         raise ValueError(
-            f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), but this "
-            f"version reads formats up to {FORMAT}. Upgrade paceline, or load only the weights: "
+            f"The checkpoint {name!r} has format {version} (written by paceline {section['versions']['paceline']}), "
+            f"but this version only reads formats up to {FORMAT}. Upgrade paceline, or load only the weights with "
             "torch.load(path)['state_dict']."
         )
     if "state_dict" in checkpoint:
@@ -239,7 +239,7 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     shown = messages.names(list(checkpoint)[:8], last="and") or "nothing"
     why = f"it has no 'state_dict', only {shown}{' and more' if len(checkpoint) > 8 else ''}"
     if checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
-        raise _no_checkpoint(name, why, "These look like bare weights: module.load_state_dict(torch.load(path)).")
+        raise _no_checkpoint(name, why, "Load bare weights with module.load_state_dict(torch.load(path)) instead.")
     raise _no_checkpoint(name, why)
 
 
@@ -252,14 +252,21 @@ def _damaged(name: str, why: str) -> ValueError:
 
 
 def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> ValueError:
-    file.seek(0)
-    found: list[str] = []
+    found: dict[str, str] = {}
     with suppress(Exception):
-        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        found = uses(file)
     if not found:
         return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+    by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
+    does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
-        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, pass "
-        "weights_only=False, which runs that code; or allow the names: torch.serialization.add_safe_globals([...])."
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it holds more than plain data and tensors, "
+        f"and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which runs that "
+        f"code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
+        "torch.serialization.add_safe_globals([...])."
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (messages.names(names[:5], "and") if not more else ", ".join(map(repr, names[:5]))) + more

@@ -1,4 +1,4 @@
-"""Snapshot of a checkpoint in reusable host memory, so that training can continue while it is written."""
+"""Snapshot of a checkpoint in reusable host memory, so that training can continue while the checkpoint is written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ..torch_private import local_part, storage_key, with_local_part
 
-#: A kind of host buffer: its size in bytes, and whether a GPU can write to it directly.
+#: The kind of a host buffer: its size in bytes, and whether a GPU can write to it directly.
 _Kind = tuple[int, bool]
 _LEAVES = (int, str, float, bool, bytes, type(None))
 
 
 class Buffers:
-    """Host memory for one snapshot, reused for every snapshot; reallocated only where the state's sizes change."""
+    """Host memory that every snapshot reuses. Buffers are reallocated only if the sizes change."""
 
     def __init__(self) -> None:
         self._kept: dict[_Kind, list[Tensor]] = {}
@@ -27,8 +27,8 @@ class Buffers:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy plain data and tensors to the host. The copy is valid until the next call.
 
-        Tensors that share memory also share it in the copy, so that a file stores it once. Copies from a GPU run
-        together, and the host waits for them once, at the end. ``state`` must be the result of ``plain``.
+        Tensors that share memory also share it in the copy, so that a file stores that memory once. Copies from a GPU
+        run concurrently, and the host waits for them once, at the end. ``state`` must be the result of ``plain``.
         """
         storages: dict[int, Any] = {}
         for tensor in _tensors(state):
@@ -46,7 +46,7 @@ class Buffers:
         return _copied(state, room, {})
 
     def _room(self, wanted: dict[int, _Kind]) -> dict[int, Tensor]:
-        """A buffer for each storage; buffers that are no longer needed are freed before new ones are allocated."""
+        """Return a buffer for each storage. Buffers that are no longer needed are freed before any are allocated."""
         counts = Counter(wanted.values())
         free = {kind: self._kept.get(kind, [])[:count] for kind, count in counts.items()}
         self._kept = {}
@@ -59,7 +59,7 @@ class Buffers:
 
 
 def size_bytes(state: Any) -> int:
-    """Bytes of memory that the tensors in a state use on this process."""
+    """Return the number of bytes that the tensors in a state use on this process."""
     storages = (local_part(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
@@ -78,7 +78,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Whether a tensor is just bytes in memory; other tensors, which are rare, are cloned."""
+    """Return True if a tensor is just bytes in memory. Other tensors, which are rare, are cloned."""
     local = local_part(tensor)
     plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
     return plain and not local.is_conj() and not local.is_neg()
@@ -93,7 +93,7 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _copied(value: Any, room: dict[int, Tensor], known: dict[int, Any]) -> Any:
-    """The state with tensors that are views of the buffers; an object that occurs twice is copied once."""
+    """Return the state with tensors that are views of the buffers. An object that occurs twice is copied only once."""
     if type(value) in _LEAVES:
         return value
     if id(value) in known:

@@ -1,9 +1,9 @@
 """Local paths and remote URLs of checkpoints, and operations that work on both.
 
 A local path is a :class:`pathlib.Path`. A remote URL, such as ``s3://bucket/run``, is a :class:`Remote`, which
-implements the path methods that are needed here through fsspec.
+implements the required path methods through fsspec.
 
-Credentials and endpoints come from the places that the protocol's package reads (for S3 ``~/.aws``,
+Credentials and endpoints come from where the protocol's package looks for them (for S3, ``~/.aws`` and
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
 """
 
@@ -24,10 +24,10 @@ from .. import messages
 
 T = TypeVar("T", bound="Callable[..., Any]")
 
-#: Protocols for which a complete upload replaces a file in one step, and folders need not be created.
+#: Protocols for which a complete upload replaces a file in one step, and folders do not have to be created.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2", "hf", "memory"}
 _USUAL = ("s3", "gs", "abfs", "hf", "sftp", "smb", "hdfs", "memory", "file")
-#: A URL; pathlib turns its two slashes into one.
+#: Matches a URL. pathlib turns its two slashes into one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+")
 
 
@@ -56,7 +56,7 @@ def _os_errors(method: T) -> T:
 
 
 class Remote:
-    """A file or folder at a remote URL. Its methods work like pathlib's methods of the same name."""
+    """A file or folder at a remote URL. The methods work like pathlib's methods of the same name."""
 
     def __init__(self, address: str) -> None:
         protocol, _, path = address.partition("://")
@@ -100,52 +100,52 @@ class Remote:
         return [] if above == self else [above, *above.parents]
 
     def with_name(self, name: str) -> Remote:
-        """This URL with a different last component."""
+        """Return this URL with a different last component."""
         return self.parent / name
 
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def _reach(self) -> tuple[Any, str]:
-        """The file system, and its name for this path."""
+        """Return the fsspec file system, and the path in the form that it uses."""
         from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(str(self))
-        fs.invalidate_cache()  # another process may have written since it was last listed
+        fs.invalidate_cache()  # another process may have written files since the last listing
         return fs, path
 
     @_os_errors
     def exists(self) -> bool:
-        """Whether a file or folder exists here."""
+        """Return True if a file or folder exists at this URL."""
         fs, path = self._reach()
         return fs.exists(path)
 
     @_os_errors
     def is_dir(self) -> bool:
-        """Whether this is a folder: something exists below it."""
+        """Return True if this is a folder, which means that something exists below it."""
         fs, path = self._reach()
         return fs.isdir(path)
 
     @_os_errors
     def is_file(self) -> bool:
-        """Whether this is a file."""
+        """Return True if this is a file."""
         fs, path = self._reach()
         return fs.isfile(path)
 
     @_os_errors
     def iterdir(self) -> Iterator[Remote]:
-        """The files and folders in the folder."""
+        """Iterate over the files and folders in this folder."""
         fs, path = self._reach()
         return iter([self / posixpath.basename(found.rstrip("/")) for found in fs.ls(path, detail=False)])
 
     @_os_errors
     def files_below(self) -> list[Remote]:
-        """All files in the folder and its subfolders."""
+        """Return all files in this folder and its subfolders."""
         fs, path = self._reach()
         return [self / posixpath.relpath(found, path) for found in fs.find(path)]
 
     @_os_errors
     def stat(self) -> _Stat:
-        """Size in bytes and time of the last change; 0 if the file system records no times."""
+        """Return the size in bytes and the modification time, which is 0 if the file system does not record it."""
         fs, path = self._reach()
         size = fs.info(path).get("size") or 0
         try:
@@ -158,19 +158,19 @@ class Remote:
 
     @_os_errors
     def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
-        """Open like the built-in function. Data is fetched in pieces as it is read."""
+        """Open the file like the built-in ``open``. Data is fetched in pieces as it is read."""
         fs, path = self._reach()
         return fs.open(path, mode, **options)
 
     @_os_errors
     def read_bytes(self) -> bytes:
-        """The contents of a small file."""
+        """Return the contents of the file, which must fit in memory."""
         fs, path = self._reach()
         return fs.cat_file(path)
 
     @_os_errors
     def download(self, target: Path) -> None:
-        """Copy the file to a local one."""
+        """Download the file to a local path."""
         fs, path = self._reach()
         fs.get_file(path, str(target))
 
@@ -207,13 +207,13 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path that does not exist yet. Anything that another process creates there meanwhile must not be replaced."""
+    """A path that must not exist yet. If another process creates a file there in the meantime, it is not replaced."""
 
     __slots__ = ()
 
 
 def location(path: str | os.PathLike[str] | Remote) -> Location:
-    """A path as :class:`pathlib.Path` or :class:`Remote`; ``file://`` and paths without a protocol are local."""
+    """Convert a path to a :class:`pathlib.Path`, or to a :class:`Remote` if it has a protocol other than ``file``."""
     if isinstance(path, Remote):
         return path
     text = os.fspath(path)
@@ -227,26 +227,28 @@ def location(path: str | os.PathLike[str] | Remote) -> Location:
 
 
 def is_remote(path: str | os.PathLike[str] | Remote) -> bool:
-    """Whether a path is a remote URL."""
+    """Return True if a path is a remote URL."""
     return isinstance(location(path), Remote)
 
 
 def absolute(path: str | os.PathLike[str] | Remote) -> str:
-    """The path as a string, independent of the working directory.
+    """Return the absolute path or the URL as a string.
 
     Raises:
-        ModuleNotFoundError: the package for the protocol is not installed.
-        ValueError: there is no such protocol.
+        ModuleNotFoundError: if the package for the protocol is not installed.
+        ValueError: if the protocol is unknown.
     """
     where = location(path)
     if isinstance(where, Path):
-        return os.path.abspath(os.path.expanduser(where))
+        # A Path has lost the "./" of "./~/name", a folder that is named "~".
+        text = path if isinstance(path, str) and "://" not in path else str(where)
+        return os.path.abspath(os.path.expanduser(text))
     _must_be_known(where.parts[0].removesuffix("://"), str(where))
     return str(where)
 
 
 def join(folder: str, *names: str) -> str:
-    """Join names to a folder, which may be ``""``."""
+    """Append names to the path of a folder, which may be ``""``."""
     where = location(folder)
     for name in names:
         where = where / name
@@ -254,12 +256,12 @@ def join(folder: str, *names: str) -> str:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether a path is inside a folder, at any depth."""
+    """Return True if a path is inside a folder, at any depth."""
     return location(absolute(folder)) in location(absolute(path)).parents
 
 
 def relative(path: str, folder: str) -> str:
-    """A path relative to a folder, with ``..`` if needed; the path itself if the two are on different file systems."""
+    """Return a path relative to a folder, with ``..`` if needed, or the path itself if the file systems differ."""
     where, start = location(path), location(folder)
     if isinstance(where, Path) and isinstance(start, Path):
         return os.path.relpath(path, folder)
@@ -269,10 +271,10 @@ def relative(path: str, folder: str) -> str:
 
 
 def remove(path: str | Location) -> None:
-    """Delete a file or folder; a folder stops looking like a checkpoint before its files are deleted.
+    """Delete a file or folder. A folder stops looking like a checkpoint before its files are deleted.
 
     Raises:
-        OSError: it could not be deleted.
+        OSError: if the file or folder could not be deleted.
     """
     where = location(path)
     if isinstance(where, Remote):
@@ -286,14 +288,14 @@ def remove(path: str | Location) -> None:
 
 
 def remove_all(files: Iterable[Remote]) -> None:
-    """Delete files, the manifest first, because without it the remaining files do not count as a checkpoint."""
+    """Delete files, starting with the manifest, because the files without it do not count as a checkpoint."""
     for found in sorted(files, key=lambda one: one.name != "manifest.json"):
         found.unlink(missing_ok=True)
 
 
 @contextmanager
 def local_copy(where: Location) -> Iterator[Path]:
-    """Context that yields a local copy: the path itself if it is local, else a download that is deleted at the end."""
+    """Context manager that yields ``where`` itself if it is local, else a download that is deleted at the end."""
     if isinstance(where, Path):
         yield where
         return

@@ -1,4 +1,4 @@
-"""Verify that a checkpoint is intact, using the checksums of all its bytes. Nothing here needs torch."""
+"""Verify that a checkpoint is intact, using checksums of all its bytes. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .storage import Location
 
 _BUFFER_BYTES = 1 << 24
 _DOS_FOLDER = 0x10
-#: Bytes of the last record of a zip file; its last two bytes are the length of the comment after it.
+#: Size in bytes of the last record in a zip file; its last two bytes are the length of the comment that follows.
 _ENDING = 22
 _LONGEST_ENDING = _ENDING + 0xFFFF
 
@@ -22,9 +22,9 @@ class Problem(NamedTuple):
     """Why a file or folder cannot be loaded.
 
     Attributes:
-        why: text that continues "The checkpoint is damaged or cut short: ".
-        foreign: whether it is not a checkpoint at all.
-        fix: what to do instead; None for the usual advice.
+        why: text that continues "The checkpoint is damaged or truncated: ".
+        foreign: whether the file or folder is not a checkpoint at all.
+        fix: advice on what to do; None means the usual advice.
     """
 
     why: str
@@ -32,21 +32,21 @@ class Problem(NamedTuple):
     fix: str | None = None
 
     def error(self, name: str) -> ValueError:
-        """The error to raise for the checkpoint ``name``."""
+        """Return the error to raise for the checkpoint ``name``."""
         if self.foreign:
             fix = self.fix or "Pass a file written by trainer.save_checkpoint or ModelCheckpoint."
             return ValueError(f"{name!r} is not a checkpoint: {self.why}. {fix}")
-        fix = self.fix or "Use another one; if this is a copy, copy it again and compare the sizes."
-        return ValueError(f"The checkpoint {name!r} is damaged or cut short: {self.why}. {fix}")
+        fix = self.fix or "Use a different checkpoint; if this one is a copy, copy it again and compare the sizes."
+        return ValueError(f"The checkpoint {name!r} is damaged or truncated: {self.why}. {fix}")
 
 
 def problem(path: Location) -> Problem | None:
-    """What is wrong with a checkpoint file or folder; None if its bytes are intact.
+    """Return what is wrong with a checkpoint file or folder; None if its bytes are intact.
 
-    A file without checksums, as torch wrote before it used zip files, is assumed to be correct.
+    A file without checksums, which torch wrote before it used zip files, is assumed to be correct.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: if the checkpoint cannot be read.
     """
     if path.is_dir():
         return folder_problem(path)
@@ -55,7 +55,7 @@ def problem(path: Location) -> Problem | None:
 
 
 def file_problem(stream: IO[bytes]) -> Problem | None:
-    """What is wrong with an open, seekable file. ``torch.load`` itself checks nothing and would load garbage."""
+    """Return what is wrong with an open, seekable file. ``torch.load`` does not check files and would load garbage."""
     stream.seek(0)
     head = stream.read(4)
     if not head:
@@ -76,13 +76,16 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
     if "data.pkl" not in endings:
         return Problem("it is a zip file with other contents", foreign=True)
     if size != end:
-        why = f"it has {size} bytes and should end after {end}"
-        return Problem(why, fix=f"If something was appended to it, cut that off: truncate -s {end} FILE.")
+        why = f"it has {size} bytes but should end after {end}"
+        return Problem(why, fix=f"If something was appended to the file, remove that with truncate -s {end} FILE.")
     return None
 
 
 def _end(stream: IO[bytes]) -> tuple[int, int]:
-    """Where a zip file should end according to its own records, and its size. Readers ignore appended bytes."""
+    """Return where a zip file should end according to its own records, and its actual size.
+
+    Zip readers ignore appended bytes, so the two can differ.
+    """
     size = stream.seek(0, os.SEEK_END)
     start = max(0, size - _LONGEST_ENDING)
     stream.seek(start)
@@ -93,7 +96,10 @@ def _end(stream: IO[bytes]) -> tuple[int, int]:
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """The first damaged record. If all checksums are 0, torch was set not to write any, and nothing is checked."""
+    """Return the first damaged record, or None.
+
+    If all checksums are 0, torch was configured not to write any, and nothing is checked.
+    """
     records = archive.infolist()
     if any(record.CRC for record in records):
         damaged = archive.testzip()
@@ -102,15 +108,15 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Whether torch would read other bytes than the checksum covers: another length, or none for a folder entry."""
+    """Return True if torch would read different bytes than the checksum covers, or none (a folder entry)."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
 def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
-    """What is wrong with the files of a folder.
+    """Return what is wrong with the files in a folder; None if they are intact.
 
-    The sizes of all files are checked, but only the checksums of this process's share: one in every ``shares`` files,
-    or none if ``share`` is negative.
+    The sizes of all files are checked, but checksums only for this process's share: one in every ``shares`` files, or
+    none if ``share`` is negative.
     """
     if not manifest.is_folder(folder):
         return Problem("it has no manifest, so it is not a checkpoint or was never completed", foreign=True)
@@ -123,14 +129,14 @@ def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem
         if not path.exists():
             return Problem(f"its file {name!r} is missing")
         if path.stat().st_size != size:
-            return Problem(f"its file {name!r} has {path.stat().st_size} bytes and should have {size}")
+            return Problem(f"its file {name!r} has {path.stat().st_size} bytes but should have {size}")
         if index % shares == share and _checksum(path) != checksum:
             return Problem(f"its file {name!r} does not match its checksum")
     return None
 
 
 def sums(paths: Sequence[Location]) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of files, by name."""
+    """Return the size in bytes and the CRC-32 of each file, by name."""
     return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
 
 

@@ -1,4 +1,4 @@
-"""Write weights as one file, or several with an index, in the names and formats of `transformers`."""
+"""Write weights to one file, or to several files with an index, with the names and formats that transformers uses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Layout(NamedTuple):
     """Names of weight files.
 
     Attributes:
-        stem: the name before the numbers.
+        stem: part of the name before the numbers.
         suffix: the file suffix.
-        listing: the index that maps tensors to files if there are several.
+        listing: name of the index, which maps tensors to files if there are several files.
     """
 
     stem: str
@@ -30,11 +30,11 @@ class Layout(NamedTuple):
     listing: str
 
     def name(self, number: int, count: int) -> str:
-        """The name of file ``number`` (from 1) of ``count``."""
+        """Return the name of file ``number`` (counted from 1) of ``count`` files."""
         return f"{self.stem}{self.suffix}" if count == 1 else f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
 
     def has(self, name: str) -> bool:
-        """Whether a file name belongs to this layout."""
+        """Return True if a file name belongs to this layout."""
         numbers = r"(-\d{5}-of-\d{5})?"
         pattern = f"{re.escape(self.stem)}{numbers}{re.escape(self.suffix)}"
         return name == self.listing or re.fullmatch(pattern, name) is not None
@@ -48,14 +48,14 @@ def write_shards(state: Mapping[str, Any], folder: Location, limit: int, layout:
     """Write a full ``state_dict``, then remove files that an earlier call wrote in the same layout.
 
     Args:
-        state: tensors by name, and other values, which only ``TORCH`` can store.
+        state: tensors by name. It may also contain other values, which only ``TORCH`` can store.
         folder: the folder, which is created if it does not exist.
-        limit: bytes per file; a single larger tensor gets a larger file.
+        limit: maximum number of bytes per file; a larger tensor gets its own, larger file.
         layout: ``SAFETENSORS`` or ``TORCH``.
-        tied: regular expressions of names that should not be kept if a tensor has several names.
+        tied: regular expressions for names that should not be kept if a tensor has several names.
     """
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"save_model({str(folder)!r}): this is a file. Pass a folder.")
+        raise NotADirectoryError(f"save_model needs a folder, but {str(folder)!r} is a file.")
     safe = layout is SAFETENSORS
     found = safetensors_export.bare(state, tied)
     if safe:
@@ -63,7 +63,7 @@ def write_shards(state: Mapping[str, Any], folder: Location, limit: int, layout:
     groups = _groups(found.tensors if safe else state)
     plan = _shards(groups, limit)
     names = [layout.name(number + 1, len(plan)) for number in range(len(plan))]
-    with ExitStack() as stack:  # files get their names in reverse order, the index last
+    with ExitStack() as stack:  # files are renamed in reverse order, so the index comes last
         if len(plan) > 1:
             index = stack.enter_context(atomic_write.written_aside(folder / layout.listing))
             _write_index(index, dict(zip(names, plan, strict=True)), state)
@@ -84,13 +84,13 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot store them; "
-            "pass safe_serialization=False to keep them."
+            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot store them, "
+            "so pass safe_serialization=False to keep them."
         )
 
 
 def _groups(state: Mapping[str, Any]) -> list[tuple[list[str], int]]:
-    """Groups of names that share memory and so belong in one file, with the bytes of each group."""
+    """Return groups of names that share memory and therefore belong in one file, with the size of each in bytes."""
     groups: dict[Any, list[str]] = {}
     for name, value in state.items():
         groups.setdefault(safetensors_export.memory_of(value) if isinstance(value, Tensor) else name, []).append(name)
@@ -103,7 +103,7 @@ def _bytes(state: Mapping[str, Any], names: list[str]) -> int:
 
 
 def _shards(groups: list[tuple[list[str], int]], limit: int) -> list[list[str]]:
-    """The names in each file."""
+    """Distribute the groups across files of at most ``limit`` bytes; return the names in each file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for names, size in groups:

@@ -1,6 +1,6 @@
-"""The command line. Each command has a file, imported only when the command runs.
+"""The command line. Each command has its own file, which is imported only when the command runs.
 
-For your own programs, :class:`TrainerCLI` builds a command line from your classes. It is imported on first use.
+:class:`TrainerCLI` builds a command line for your own program from your classes. It is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ArgumentParser``: arguments from the signatures of Trainer, modules, callbacks, optimizers and schedulers."""
+"""``ArgumentParser``: adds arguments from the signatures of Trainers, modules, callbacks, optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ else:
 
         _Base = object
 
-#: The first version of jsonargparse that has everything that is used here.
+#: The oldest version of jsonargparse that has everything used here.
 _OLDEST = "4.49"
-#: Accepted command line arguments: a list of words, or a dict or Namespace of values. None: ``sys.argv``.
+#: Accepted command line arguments: a list of words, a dict or Namespace of values, or None for ``sys.argv``.
 ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 #: Type of an ``__init__`` argument that creates an optimizer from parameters: ``self.optimizer(self.parameters())``.
 OptimizerCallable = Callable[[Iterable], Optimizer]
@@ -43,11 +43,11 @@ _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """Torch's scheduler with the same name, plus the metric that it watches.
+    """Torch's scheduler of the same name, plus the name of the metric to watch.
 
     Args:
-        optimizer: the optimizer whose learning rates it lowers.
-        monitor: name of a logged metric.
+        optimizer: the optimizer whose learning rates are reduced.
+        monitor: name of the logged metric to watch.
         *args: as for torch's class.
         **kwargs: as for torch's class.
     """
@@ -63,12 +63,12 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
 class ArgumentParser(_Base):
-    """Parser of jsonargparse that knows Paceline's classes.
+    """A jsonargparse parser that knows Paceline's classes.
 
     Args:
         *args: as for jsonargparse's parser.
         description: shown by ``--help``.
-        env_prefix: prefix of the names of environment variables.
+        env_prefix: prefix for the names of environment variables.
         default_env: read values from environment variables.
         **kwargs: as for jsonargparse's parser.
     """
@@ -84,11 +84,11 @@ class ArgumentParser(_Base):
         if _Base is object:
             raise _no_parser()
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
-        #: Arguments under which callbacks were added.
+        #: Names of the arguments under which callbacks were added.
         self.callback_keys: list[str] = []
-        #: By argument name, each optimizer's class (or the classes to choose from) and the argument it is linked to.
+        #: For each optimizer's argument name: its class (or the classes to choose from), and the argument it links to.
         self.optimizers: dict[str, tuple[Any, str]] = {}
-        #: The same for schedulers.
+        #: Like :attr:`optimizers`, but for schedulers.
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
         for room in _ROOMS:
             module = import_module(f"...{room}", __name__)
@@ -109,19 +109,19 @@ class ArgumentParser(_Base):
                 instance of one.
             nested_key: name under which the arguments are added.
             subclass_mode: let the user choose a subclass.
-            required: in subclass mode, whether one has to be chosen.
+            required: in subclass mode, whether the user has to choose one.
 
         Returns:
-            The names that were added.
+            The names of the added arguments.
 
         Raises:
-            TypeError: ``lightning_class`` is something else.
+            TypeError: if ``lightning_class`` is anything else.
         """
         added = class_of(lightning_class)
         if not isinstance(added, type) or not issubclass(added, (Trainer, TrainingModule, DataModule, Callback)):
             raise TypeError(
-                f"add_lightning_class_args({lightning_class!r}): this is not a Trainer, TrainingModule, DataModule or "
-                "Callback class. Use add_class_arguments or add_subclass_arguments for other classes."
+                f"add_lightning_class_args got {lightning_class!r}, which is not a Trainer, TrainingModule, DataModule "
+                "or Callback class. Use add_class_arguments or add_subclass_arguments for other classes."
             )
         if issubclass(added, Callback):
             self.callback_keys.append(nested_key)
@@ -142,8 +142,8 @@ class ArgumentParser(_Base):
         Args:
             optimizer_class: the class; a tuple lets the user choose among these classes and their subclasses.
             nested_key: name under which the arguments are added.
-            link_to: argument that receives class and arguments, as a dict for :func:`instantiate_class`.
-                ``"AUTOMATIC"``: ``configure_optimizers`` uses it.
+            link_to: argument that receives the class and its arguments, as a dict for :func:`instantiate_class`. With
+                ``"AUTOMATIC"``, ``configure_optimizers`` returns the optimizer.
         """
         self._add_one_of(optimizer_class, nested_key, {"params"})
         self.optimizers[nested_key] = (optimizer_class, link_to)
@@ -159,7 +159,7 @@ class ArgumentParser(_Base):
         Args:
             lr_scheduler_class: the class; a tuple lets the user choose among these classes and their subclasses.
             nested_key: name under which the arguments are added.
-            link_to: as for :meth:`add_optimizer_args`.
+            link_to: see :meth:`add_optimizer_args`.
         """
         self._add_one_of(lr_scheduler_class, nested_key, {"optimizer"})
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
@@ -173,23 +173,23 @@ class ArgumentParser(_Base):
 
 @cache
 def class_of(owner: Any) -> Any:
-    """A class; for a function that returns an instance, the class that jsonargparse makes of it."""
+    """Return a class unchanged; for a function that returns an instance, the class that jsonargparse builds from it."""
     if isinstance(owner, type) or not callable(owner):
         return owner
     made = class_from_function(owner)
-    # jsonargparse leaves the class in this module, and would then refuse another function with the same name.
+    # jsonargparse stores the class in this module and would then reject another function with the same name.
     del globals()[made.__name__]
     return made
 
 
 def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A class and its arguments in the form that :func:`instantiate_class` takes."""
+    """Return a class and its arguments in the form that :func:`instantiate_class` accepts."""
     values = arguments if isinstance(arguments, dict) else vars(arguments)
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": dict(values)}
 
 
 def _no_parser() -> ImportError:
-    """The error for a missing or too old jsonargparse."""
+    """Return the error for a jsonargparse that is missing or too old."""
     what, package = "A command line built from classes", "jsonargparse"
     if not messages.is_installed(package):
         return ModuleNotFoundError(messages.missing(what, f"{package}[signatures]"), name=package)
@@ -204,8 +204,8 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Create an object from a class path and arguments.
 
     Args:
-        args: positional arguments: one, or a tuple of them.
-        init: a dict with ``class_path`` and, if there are any, keyword arguments under ``init_args``.
+        args: one positional argument, or a tuple of them.
+        init: a dict with ``class_path`` and, optionally, keyword arguments under ``init_args``.
 
     Returns:
         The object.

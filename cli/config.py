@@ -15,7 +15,7 @@ from .config_wizard import ask
 #: Exit status if the file already exists.
 REFUSED = 1
 
-#: Settings that every file contains.
+#: Settings that every new file contains.
 USUAL = ("mixed_precision", "gradient_accumulation_steps", "cpu", "dynamo_backend", "use_fsdp", "use_deepspeed")
 
 
@@ -33,11 +33,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; can be repeated")
     parser.add_argument("--mixed_precision", metavar="VALUE", help="same as --set mixed_precision=VALUE")
     parser.add_argument("--from_env", action="store_true", help="use the values of environment variables")
-    parser.add_argument("--yes", action="store_true", help="ask nothing; use defaults for everything that is not set")
+    parser.add_argument("--yes", action="store_true", help="ask nothing; use the default for every setting not given")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.epilog = (
-        "Without arguments it asks questions; Enter accepts the default. `paceline env` lists all settings with their "
-        "values."
+        "Without arguments, the command asks questions; Enter accepts the default. `paceline env` lists all settings "
+        "with their values."
     )
 
 
@@ -68,15 +68,15 @@ def _usual_place() -> Path:
 def _updated(config_file: str | None, given: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     found = config_file or find_file()
     if found is None:
-        raise FileNotFoundError("There is no settings file to update. Run `paceline config` to write one.")
+        raise FileNotFoundError("There is no settings file to update. Run `paceline config` to create one.")
     path = Path(found).expanduser()
     values = read_file(path).values | given
-    # A file that was found, not given, may be Accelerate's, which must not change.
+    # A file that was found rather than passed may be Accelerate's, which must not be changed.
     return (path if config_file or not path.stem.startswith("default_config") else own_file()), values
 
 
 def _given(arguments: Namespace) -> dict[str, Any]:
-    """Return the parsed settings of the command line, and of the environment with --from_env."""
+    """Return the parsed settings from the command line and, with --from_env, from environment variables."""
     written = [*arguments.set]
     if arguments.mixed_precision is not None:
         written.append(f"mixed_precision={arguments.mixed_precision}")
@@ -94,8 +94,8 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
         name, equals, value = one.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or name not in SETTINGS:
-            hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all."
-            raise ValueError(f"--set {one}: there is no setting {name!r}.{hint} Write NAME=VALUE.")
+            hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all settings."
+            raise ValueError(f"--set {one} must be NAME=VALUE, with the name of a setting.{hint}")
         if not SETTINGS[name].is_nothing(value):
             found[name] = SETTINGS[name].parsed(value.strip(), f"--set {one}")
     return found

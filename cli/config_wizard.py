@@ -1,4 +1,4 @@
-"""The questions of ``paceline config``. Each has a default; Enter or the end of the input accepts it."""
+"""Ask the questions of ``paceline config``. Enter, or the end of the input, accepts a question's default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
 class Dialog:
-    """Asks questions one by one, but not for settings that are ``given``."""
+    """Asks questions one by one and skips the settings in ``given``."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = dict(given)
@@ -22,17 +22,17 @@ class Dialog:
         self._ended = False
 
     def yes(self, question: str, default: bool = False) -> bool:
-        """Ask yes or no."""
+        """Ask a yes-or-no question."""
         return self._ask(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", SETTINGS["cpu"].parse, default)
 
     def switch(self, name: str, question: str, default: bool = False) -> bool:
-        """Ask for a setting that is on or off."""
+        """Ask whether to turn a setting on."""
         if name not in self._fixed:
             self.values[name] = self.yes(question, default)
         return self.values[name]
 
     def choose(self, question: str, choices: Sequence[str], unsupported: Sequence[str] = ()) -> str:
-        """Ask for one of several choices; the first is the default."""
+        """Ask the user to pick one of ``choices``; the first is the default."""
 
         def parse(word: str) -> str:
             close = [one for one in choices if one.lower().startswith(word.lower())]
@@ -41,14 +41,16 @@ class Dialog:
             if len(close) != 1:
                 raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
             if close[0] in unsupported:
-                raise ValueError("is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another.")
+                raise ValueError(
+                    "is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another option."
+                )
             return close[0]
 
         listed = "".join(f"\n  {number}: {one}" for number, one in enumerate(choices))
         return self._ask(f"{question}{listed}\nYour choice [0]: ", parse, choices[0])
 
     def setting(self, name: str, question: str, default: Any = None, choices: bool = False) -> Any:
-        """Ask for a setting's value; with the default None it may stay unset."""
+        """Ask for a setting's value. If the setting has no default, it may stay unset."""
         if name in self._fixed:
             return self.values[name]
         one = SETTINGS[name]
@@ -88,7 +90,7 @@ class Dialog:
 
 
 def ask(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for everything that training needs. Returns the settings, the given ones first."""
+    """Ask for everything that training needs. Return the settings, starting with the given ones."""
     talk = Dialog(given)
     talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
     machine = talk.choose("Which type of machine are you using?", MACHINES, unsupported=MACHINES[3:])
@@ -108,7 +110,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     if several:
         gpus = _count_gpus() if machine == "multi-GPU" else 0
         default = max(2, gpus * talk.values["num_machines"])
-        talk.setting("num_processes", "How many processes should be used, over all machines?", default)
+        talk.setting("num_processes", "How many processes should be used in total, across all machines?", default)
     else:
         talk.values.setdefault("num_processes", 1)
     if not cpu:
@@ -145,15 +147,15 @@ def _dynamo(talk: Dialog) -> None:
     talk.setting("dynamo_mode", "Which mode do you want to use?", choices=True)
     talk.switch("dynamo_use_fullgraph", "Must the model compile into one full graph?")
     talk.switch("dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?")
-    talk.switch("dynamo_use_regional_compilation", "Do you want to compile repeated blocks once?")
+    talk.switch("dynamo_use_regional_compilation", "Do you want to compile repeated blocks only once?")
 
 
 def _deepspeed(talk: Dialog) -> bool:
     if not talk.switch("use_deepspeed", "Do you want to use DeepSpeed?"):
         return False
-    if talk.setting("deepspeed_config_file", "Which DeepSpeed configuration, a JSON file?"):
+    if talk.setting("deepspeed_config_file", "Which DeepSpeed configuration file (JSON) should be used?"):
         return True
-    stage = talk.setting("zero_stage", "What should be your DeepSpeed's ZeRO optimization stage?", choices=True)
+    stage = talk.setting("zero_stage", "What should DeepSpeed's ZeRO optimization stage be?", choices=True)
     if stage >= 2:
         _offload(talk, "offload_optimizer", "Where should the optimizer's state be offloaded to?")
     if stage == 3:
@@ -161,7 +163,7 @@ def _deepspeed(talk: Dialog) -> bool:
         talk.switch("zero3_save_16bit_model", "Should 16-bit weights be gathered for saving?")
         talk.switch("zero3_init_flag", "Should the model be built in shards?")
     if talk.yes("Do you want to clip gradients?"):
-        talk.setting("gradient_clipping", "To which norm?", 1.0)
+        talk.setting("gradient_clipping", "What is the maximum gradient norm?", 1.0)
     return True
 
 
@@ -177,11 +179,11 @@ def _fsdp(talk: Dialog) -> bool:
     talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
     policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should be sharded as a unit?", choices=True)
     if policy == "TRANSFORMER_BASED_WRAP":
-        talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are they, separated by commas?")
+        talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are the blocks? Separate them with commas.")
     if policy == "SIZE_BASED_WRAP":
-        talk.setting("fsdp_min_num_params", "How many parameters must a block have at least?")
+        talk.setting("fsdp_min_num_params", "What is the minimum number of parameters in a block?")
     talk.setting("fsdp_state_dict_type", "How should weights be saved?", choices=True)
-    talk.switch("fsdp_cpu_ram_efficient_loading", "Should weights be read on one process only?", True)
+    talk.switch("fsdp_cpu_ram_efficient_loading", "Should only one process read the weights?", True)
     talk.switch("fsdp_activation_checkpointing", "Do you want to recompute activations instead of keeping them?")
     return True
 

@@ -1,4 +1,4 @@
-"""``paceline doctor``: run some steps of a script and report what is slow, why, and what to change."""
+"""``paceline doctor``: run a few steps of a script and report what is slow, why, and what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from .. import messages
 from .launch_script import Script, find_script
 
-#: Seconds that a run has to end after it was asked to.
+#: Seconds that a run may take to exit after SIGTERM, before it is killed.
 GRACE_SECONDS = 10.0
 #: Exit status of an interrupted command.
 INTERRUPTED = 128 + signal.SIGINT
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
     parser.add_argument(
-        "--try", dest="tries", action="store_true", help="also try changes that may help, one short run each"
+        "--try", dest="tries", action="store_true", help="also try changes that may help, in one short run each"
     )
     parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
     parser.add_argument("--out", default=".", help="folder for doctor.html and doctor.json (default: the current one)")
@@ -75,18 +75,20 @@ def run(arguments: Namespace) -> int:
 def check(arguments: Namespace) -> None:
     """Check the arguments before anything runs."""
     if arguments.steps < 10:
-        raise ValueError(f"--steps {arguments.steps} is too few: the first 3 steps do not count. Use 10 or more.")
+        raise ValueError(
+            f"--steps {arguments.steps} is too few, because the first 3 steps do not count. Use 10 or more."
+        )
     if arguments.only is not None and not arguments.tries:
         raise ValueError(f"--only {arguments.only} selects changes for --try. Add --try, or remove --only.")
     if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise ValueError(f"--num_processes {arguments.num_processes} is too few. Use 1 or more.")
+        raise ValueError(f"--num_processes {arguments.num_processes} is invalid. Use 1 or more.")
 
 
 def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
-    """Run the script once with a plan; return the report that it wrote.
+    """Run the script once with a change applied, and return the report that it wrote.
 
     Raises:
-        RuntimeError: if it failed, took too long, or trained nothing.
+        RuntimeError: if the script failed, took too long, or did not train.
     """
     from ..doctor.script_options import Plan
 
@@ -100,22 +102,22 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
     if status:
         raise RuntimeError(f"{script.target} {ended(status)}")
     raise RuntimeError(
-        f"{script.target} ended without any training to measure. It must call Trainer.fit, or train with an "
+        f"{script.target} exited without any training to measure. It must call Trainer.fit, or train with an "
         "Accelerator in a loop over a prepared DataLoader."
     )
 
 
 def ended(status: int) -> str:
-    """Describe how a failed program ended."""
+    """Describe how a failed program exited."""
     if status >= 0:
-        return f"ended with status {status}; see its output above."
+        return f"exited with status {status}; see its output above."
     name = signal.Signals(-status).name
-    reason = " The system does that when memory runs out: check dmesg." if name == "SIGKILL" else ""
-    return f"was ended by {name}.{reason}"
+    reason = " The system does that when memory runs out; check dmesg." if name == "SIGKILL" else ""
+    return f"was killed by {name}.{reason}"
 
 
 def _status(command: list[str], environment: dict[str, str], timeout: float) -> int:
-    """Run a command with its output on standard error, and return its exit status."""
+    """Run a command, sending its output to standard error, and return its exit status."""
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             return process.wait(timeout)

@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the facts and settings."""
+    """Print versions, hardware and settings."""
     settings = resolve(config_file=arguments.config_file)
     facts = {"versions": system_info.versions(), "machine": system_info.machine(), "config_file": settings.file}
     if arguments.json:

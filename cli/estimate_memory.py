@@ -1,4 +1,4 @@
-"""``paceline estimate-memory``: estimate a model's memory before it is loaded or trained."""
+"""``paceline estimate-memory``: estimate a model's memory use before it is loaded or trained."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from .estimate_memory_report import Report
 
 EXAMPLES = """
-MODEL is the first match of:
+MODEL is the first of these that matches:
   a folder with config.json, or that file (transformers builds the model, without weights)
   a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
   module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss) with a
-      function loss(model, batch); a model is an nn.Module or a TrainingModule. Parameters batch_size and
-      sequence_length are passed if it has them. It runs in a context where tensors take no memory.
+      function loss(model, batch); the model is an nn.Module or a TrainingModule. If the function has parameters
+      batch_size and sequence_length, they are passed. It runs in a context where tensors take no memory.
 Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("model_name", metavar="MODEL", help="the model, see below")
-    add("--library_name", choices=LIBRARIES, help="the library for MODEL; detected automatically except timm")
+    add("--library_name", choices=LIBRARIES, help="the library for MODEL; detected automatically, except for timm")
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "bf16-mixed", "bfloat16", "int8", "int4"])
     add("--trust_remote_code", action="store_true", help="allow code in the model's folder to run")
     add("--batch_size", type=int, metavar="N", help="samples per batch and process [the factory's, else 1]")
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
     for name in ("batch_size", "sequence_length", "num_processes", "accumulate_grad_batches"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is too small. Pass 1 or more.")
+            raise ValueError(f"--{name} must be 1 or more, but got {value}.")
     wish = Wish(arguments.library_name, arguments.trust_remote_code, arguments.batch_size, arguments.sequence_length)
     report = examine(find(arguments.model_name, wish), arguments)
     messages.answer(json.dumps(report.as_dict(), indent=2) if arguments.json else shown(report))

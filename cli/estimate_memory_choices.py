@@ -1,8 +1,8 @@
-"""Choices of ``paceline estimate-memory``, separate so that help imports no torch."""
+"""Choices of ``paceline estimate-memory``, in a separate file so that ``--help`` does not import torch."""
 
 from __future__ import annotations
 
-#: Choices of --dtypes: the precision for training, and the bits of a loaded weight.
+#: Choices of --dtypes: the precision for training (None: no training), and the bits of a loaded weight.
 DTYPES: dict[str, tuple[str | None, int]] = {
     "float32": ("32-true", 32),
     "bf16-mixed": ("bf16-mixed", 32),

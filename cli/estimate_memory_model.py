@@ -1,4 +1,4 @@
-"""The model for ``paceline estimate-memory``: built without memory, or just the sizes in its files."""
+"""Find the model for ``paceline estimate-memory``: build it without allocating memory, or read sizes from its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Size(tuple[int, int, bool]):
     """A tensor's number of elements, bits per element, and whether it is floating-point and so can be converted."""
 
     def bytes(self, bits: int | None = None) -> int:
-        """Return its bytes, with floating-point values converted to ``bits``; None means unconverted."""
+        """Return the size in bytes. If ``bits`` is given, floating-point values are converted to that many bits."""
         elements, own, floating = self
         return -(-elements * (bits if bits is not None and floating else own) // 8)
 
@@ -44,11 +44,11 @@ class Source:
     """A model to estimate.
 
     Attributes:
-        what: description of where it was found.
-        sizes: sizes of its tensors by name.
-        module: the module, built without memory; None if there are only weight files.
-        batch: a batch for it, without memory; None if its input is unknown.
-        loss: ``loss(module, batch)``, if a factory returned it.
+        what: description of the model and where it was found.
+        sizes: each tensor's size, by name.
+        module: the module, built without allocating memory; None if there are only weight files.
+        batch: a batch for the module, also built without allocating memory; None if the module's input is unknown.
+        loss: ``loss(module, batch)``, if a factory returned such a function.
         notes: assumptions behind the estimate.
     """
 
@@ -65,10 +65,10 @@ class Wish:
     """Options for finding the model.
 
     Attributes:
-        library: one of ``LIBRARIES``; None detects it.
+        library: one of ``LIBRARIES``; if None, it is detected.
         trust_remote_code: whether code in the model's folder may run.
-        batch_size: samples in a batch; None means the factory's, else 1.
-        sequence_length: tokens in a sequence; None means :data:`SEQUENCE_LENGTH`.
+        batch_size: samples in a batch; if None, the factory's batch size, or 1 without a factory.
+        sequence_length: tokens in a sequence; if None, :data:`SEQUENCE_LENGTH`.
     """
 
     library: str | None = None
@@ -78,13 +78,13 @@ class Wish:
 
 
 def find(name: str, wish: Wish) -> Source:
-    """Find a model by name. Local files come first, and nothing is downloaded.
+    """Find a model by name. Local files take precedence, and nothing is downloaded.
 
-    ``name`` is a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
+    ``name`` is a folder, a file, ``module:factory``, ``file.py:factory``, or the name of a timm model.
 
     Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if a file is damaged or has no such factory.
+        FileNotFoundError: if no model is found.
+        ValueError: if a file is damaged or does not define the factory.
     """
     path = Path(name)
     if wish.library == "timm":
@@ -101,10 +101,10 @@ def _not_here(name: str) -> str:
     near = Path(name).parent
     close = messages.did_you_mean(Path(name).name, [one.name for one in near.iterdir()] if near.is_dir() else [])
     return (
-        f"There is no file or folder {name!r} here.{close} If it is a model on the Hugging Face Hub: nothing is "
-        "downloaded, so that an estimate works without a network. Its config.json (a few kB) is enough: download it "
-        f"(hf download {name} config.json --local-dir FOLDER) and run paceline estimate-memory FOLDER. For your own "
-        "model pass module:factory or file.py:factory."
+        f"There is no file or folder {name!r} here.{close} If it is a model on the Hugging Face Hub, download its "
+        f"config.json (a few kB) with: hf download {name} config.json --local-dir FOLDER. Then run paceline "
+        "estimate-memory FOLDER. The command itself downloads nothing, so that it works without a network. For your "
+        "own model, pass module:factory or file.py:factory."
     )
 
 
@@ -135,20 +135,22 @@ def _has_weights(folder: Path) -> bool:
 
 def _of_files(path: Path) -> Source:
     if path.is_file() and path.suffix not in _WEIGHTS:
-        raise ValueError(f"{str(path)!r} is not a weight file. Pass a folder, or one of {', '.join(_WEIGHTS)}.")
+        raise ValueError(
+            f"{str(path)!r} is not a weight file. Pass a folder, or a file that ends in one of {', '.join(_WEIGHTS)}."
+        )
     sizes: dict[str, Size] = {}
     files = weight_files(path)
     for file in files:
         sizes |= _headers(file) if file.suffix == ".safetensors" else _of_torch(file)
     notes = [
-        "Weight files alone do not show what a step keeps in memory, so activations are not included. Pass a folder "
-        "with a config.json, or module:factory."
+        "Weight files alone do not show what a training step keeps in memory, so activations are not included. To "
+        "include them, pass a folder with a config.json, or module:factory."
     ]
     return Source(f"{len(files)} weight file{'s' * (len(files) > 1)} at {path}", sizes, notes=notes)
 
 
 def _headers(file: Path) -> dict[str, Size]:
-    """Read the sizes in a safetensors file's header, without its data."""
+    """Read tensor sizes from a safetensors file's header, without reading its data."""
     sizes = {}
     for name, (kind, shape) in kinds_and_shapes(file).items():
         digits = "".join(filter(str.isdigit, kind.split("_")[0]))
@@ -161,7 +163,7 @@ def _of_torch(file: Path) -> dict[str, Size]:
     state = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     state = state.get("state_dict", state)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    once = {_place(value): name for name, value in reversed(tensors.items())}  # the first name of tied tensors
+    once = {_place(value): name for name, value in reversed(tensors.items())}  # keeps the first name of tied tensors
     return {name: size_of(value) for name, value in tensors.items() if name in once.values()}
 
 
@@ -179,7 +181,7 @@ def size_of(tensor: Tensor) -> Size:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Context in which new tensors have a shape but no memory."""
+    """Context manager in which new tensors have a shape but no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger():
         yield
 
@@ -199,7 +201,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
         with without_memory():
             module = _kind(transformers, settings, wish.trust_remote_code)(settings)
     except (ConnectionError, TimeoutError) as error:
-        raise RuntimeError(f"{str(config)!r} needs the network, which could not be reached: {error}") from error
+        raise RuntimeError(f"Reading {str(config)!r} needs a network connection, which failed: {error}") from error
     notes: list[str] = []
     batch = _batch_for(module, settings, wish, notes)
     return _built(
@@ -208,7 +210,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
 
 
 def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any], nn.Module]:
-    """Return the class that the config names, else the class for its type, to build the model."""
+    """Return the function that builds the model: the class that the config names, or else transformers' auto class."""
     names = getattr(settings, "architectures", None) or []
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if found is not None:
@@ -221,7 +223,7 @@ def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any
             return lambda settings: auto.from_config(settings, trust_remote_code=trust)
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a config of type {type(settings).__name__}. Upgrade "
-        "it, or pass module:factory."
+        "transformers, or pass module:factory."
     )
 
 
@@ -253,8 +255,8 @@ def _batch_for(module: nn.Module, settings: Any, wish: Wish, notes: list[str]) -
         batch = {"pixel_values": _floating((size, channels, height, width))}
         return batch | ({"labels": _whole((size,))} if "labels" in given else {})
     notes.append(
-        f"The input of {type(module).__name__} ({main}) is unknown, so activations are not included. Pass "
-        "module:factory, a function that returns (model, batch)."
+        f"The input of {type(module).__name__} ({main}) is unknown, so activations are not included. To "
+        "include them, pass module:factory, where factory returns (model, batch)."
     )
     return None
 
@@ -288,18 +290,20 @@ def _of_factory(place: str, name: str, wish: Wish) -> Source:
     asked = {"batch_size": wish.batch_size, "sequence_length": wish.sequence_length}
     given = {key: value for key, value in asked.items() if key in takes and value is not None}
     if wish.sequence_length is not None and "sequence_length" not in takes:
-        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add it.")
+        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add the parameter.")
     with without_memory():
         made = factory(**given)
     module, batch, loss = (*made, None, None)[:3] if isinstance(made, (tuple, list)) else (made, None, None)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"{place}:{name}() returned {type(module).__name__}. Return an nn.Module, or (module, batch), or (module, "
-            "batch, loss) where loss(module, batch) is a function."
+            f"{place}:{name}() returned {type(module).__name__}. It must return an nn.Module, (module, batch), or "
+            "(module, batch, loss), where loss(module, batch) is a function."
         )
     notes = []
     if batch is None:
-        notes.append(f"{name}() returned no batch, so activations are not included. Return (module, batch).")
+        notes.append(
+            f"{name}() returned no batch, so activations are not included. Return (module, batch) to include them."
+        )
     elif wish.batch_size is not None and "batch_size" not in takes:
         batch = resized(batch, wish.batch_size)
     return _built(f"{type(module).__name__} of {place}:{name}", module, batch, notes, loss)
@@ -324,7 +328,7 @@ def _imported(place: str) -> ModuleType:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Resize a batch: change tensors whose first dimension is the batch dimension."""
+    """Return a batch of another size: resize every tensor whose first dimension is the batch dimension."""
     before = batch_size_of(batch)
 
     def change(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Results of ``paceline estimate-memory``: sizes by dtype and strategy, which of them fit, and alternatives."""
+"""Results of ``paceline estimate-memory``: sizes by dtype and strategy, what fits, and alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..estimate.memory_estimate import MemoryEstimate, estimate_strategies, larg
 from .estimate_memory_choices import DTYPES
 from .estimate_memory_model import Source, resized
 
-#: Fraction of a device's memory above which little is left for memory that an estimate does not count.
+#: Fraction of a device's memory above which little room is left for memory that an estimate does not include.
 TIGHT = 0.9
 _MOST_PROCESSES = 1024
 
@@ -29,9 +29,9 @@ class Loading:
         dtype: name as in --dtypes.
         weights: size of all weights.
         largest_layer: size of the largest layer, which is never split between devices.
-        inference: peak of a forward pass on one device; only the weights if no batch is known.
-        offloaded: the same with offloaded weights, which are loaded layer by layer.
-        training: peak of training on one device; None if the dtype cannot be trained.
+        inference: peak memory of a forward pass on one device; only the weights' size if no batch is known.
+        offloaded: the same peak if weights are offloaded and loaded layer by layer.
+        training: peak memory of training on one device; None if a model cannot be trained in this dtype.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Training:
-    """One estimate, and whether it fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
+    """One estimate, and whether the training fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
 
     estimate: MemoryEstimate
     fits: str
@@ -59,10 +59,10 @@ class Report:
         parameters: number of the model's parameters.
         largest_layer: name of the largest layer.
         memory: memory of one device, in bytes.
-        memory_in_words: origin of that number.
+        memory_in_words: description of where ``memory`` comes from.
         loading: sizes by dtype.
         training: estimates by strategy and precision.
-        verdict: sentences about what fits, and alternatives.
+        verdict: sentences about what fits, and about alternatives.
         notes: assumptions behind the estimates.
     """
 
@@ -77,7 +77,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON; sizes in bytes."""
+        """Return the report as a dict for JSON, with sizes in bytes."""
         return {
             "model": self.source.what,
             "parameters": self.parameters,
@@ -92,13 +92,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine for training.
+    """The machine to train on.
 
     Attributes:
-        device: kind of device whose kernels are used for estimates.
-        memory: memory of one device.
-        shared: whether all processes share it, because it is the host's memory.
-        origin: description of where the number comes from.
+        device: type of the device whose kernels the estimates use.
+        memory: memory of one device, in bytes.
+        shared: whether all processes share that memory, because it is the host's.
+        origin: description of where ``memory`` comes from.
     """
 
     device: str
@@ -108,7 +108,7 @@ class Machine:
 
     @classmethod
     def find(cls, asked: str | None) -> Machine:
-        """Return this machine, or one with devices of size ``asked``."""
+        """Describe this machine or, if ``asked`` is given, a machine whose devices have that much memory each."""
         gpu = torch.cuda.is_available()
         kind = "cuda" if gpu else "cpu"
         if asked is not None:
@@ -129,7 +129,7 @@ class Machine:
 
 
 def examine(source: Source, arguments: Namespace) -> Report:
-    """Estimate memory for the command's arguments."""
+    """Estimate the memory that a model needs with the command's arguments."""
     machine = Machine.find(arguments.device_memory)
     sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
     layer, _ = largest_layer(sizes)
@@ -142,18 +142,19 @@ def examine(source: Source, arguments: Namespace) -> Report:
     report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
     report.verdict = list(Verdict(report, trainings, machine, arguments).sentences())
     if source.module is not None and machine.device == "cpu" and not machine.shared:
-        report.notes.append("Estimated with CPU kernels, because there is no GPU here.")
+        report.notes.append("Estimated with CPU kernels, because this machine has no GPU.")
     if any(row.guessed for row in rows):
         report.notes.append(
-            "The step reads values from tensors. They were assumed to be 1, so results that depend on them may differ."
+            "The training step reads values from tensors. All values were assumed to be 1, so the result may differ "
+            "if the step depends on them."
         )
     return report
 
 
 class Trainings:
-    """Estimates of training, with the command's settings.
+    """Estimates training memory with the command's settings.
 
-    After a step that cannot be estimated, training is omitted, with a note.
+    If a training step cannot be run, this and all later estimates leave out activations, and a note says why.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
@@ -204,7 +205,7 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str)
 
 @dataclass
 class Verdict:
-    """Describes what fits, and alternatives that would."""
+    """Describes what fits, or else which alternatives would fit."""
 
     report: Report
     trainings: Trainings
@@ -243,14 +244,14 @@ class Verdict:
         said = f"Loaded in {', '.join(too_large)}, the model does not fit on one device of {messages.size(memory)}."
         said += f" In {' or '.join(smaller)}, it does." if smaller else ""
         yield said + (
-            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk) also in '
+            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), it fits in '
             f"{' or '.join(offloaded)}."
             if offloaded
             else " Its largest layer alone is too large for one device in any of these dtypes."
         )
 
     def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:
-        """Yield other ways to train, the smallest changes first."""
+        """Yield other ways to train, starting with the smallest changes."""
         trained = [row.estimate for row in self.report.training]
         precision = "bf16-mixed"
         size = trained[0].batch_size
@@ -275,7 +276,7 @@ class Verdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Return the smallest power of two of processes that would fit when sharded state is divided among them."""
+        """Double the number of processes until training fits with its state sharded; return None if it never does."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

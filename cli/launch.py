@@ -1,4 +1,4 @@
-"""``paceline launch``."""
+"""``paceline launch``: run a script in one or several processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
-#: Variables that torch elastic sets for a process that it starts. It always sets the first one.
+#: Variable that torch elastic always sets for a process that it starts, then all variables that it may set.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _PLACE = (
     *(_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
 )
-#: Flags of DeepSpeed's own launcher, which is not used.
+#: Flags of DeepSpeed's own launcher, which Paceline does not use.
 _DEEPSPEEDS_LAUNCHER = (
     "deepspeed_hostfile",
     "deepspeed_exclusion_filter",
@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
 
 
 def start(script: Script, settings: Settings, arguments: Namespace) -> int:
-    """Run a script according to the settings.
+    """Run a script with the given settings.
 
     ``arguments`` holds the flags that are not settings.
     """
@@ -98,7 +98,7 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
 
 
 def _leave_outer_launch() -> None:
-    """Remove variables and flags from an outer launcher, because a nested launch is independent of it."""
+    """Remove the variables and flags that an outer launcher set, because a nested launch is independent of it."""
     for name in filter(None, os.environ.pop(FLAGS, "").split(",")):
         os.environ.pop(SETTINGS[name].variable, None)
     if _RUN_ID in os.environ:
@@ -107,7 +107,7 @@ def _leave_outer_launch() -> None:
 
 
 def _replace(command: list[str]) -> int:
-    """Replace this process with the script, so that it gets signals and sets the exit status."""
+    """Replace this process with the script, so that the script receives signals and sets the exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name != "nt":  # on Windows, exec returns to the shell immediately
@@ -125,7 +125,7 @@ def _line(script: Script, settings: Settings) -> str:
 
 
 def _pairs(text: str | None) -> dict[str, Any]:
-    """Parse ``"timeout=60,is_host=true"``."""
+    """Parse key=value pairs such as ``"timeout=60,is_host=true"``."""
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     wrong = next((key for key, equals, _ in pairs if not equals), None)
     if wrong is not None:
@@ -140,12 +140,12 @@ def _refuse_deepspeed(settings: Settings) -> None:
     for name in _DEEPSPEEDS_LAUNCHER:
         if settings.is_set(name) and settings[name] != "standard":
             raise ValueError(
-                f"{settings.origin(name).where} is for DeepSpeed's own launcher, which is not used. Remove it, and run "
-                "the command on each machine with --num_machines, --machine_rank and --main_process_ip."
+                f"{settings.origin(name).where} is for DeepSpeed's own launcher, which Paceline does not use. Remove "
+                "it, and run the command on each machine with --num_machines, --machine_rank and --main_process_ip."
             )
     if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
         raise ModuleNotFoundError(
-            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}; or use --use_fsdp, which shards "
+            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}, or use --use_fsdp, which shards "
             "like ZeRO stage 3."
         )
 
@@ -168,7 +168,7 @@ class _Plan:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is only one process in total, which can be the script itself."""
+        """Whether there is only one process in total, so that this process can become the script."""
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 
@@ -185,7 +185,7 @@ def _plan(settings: Settings) -> _Plan:
 
 
 def _visible(settings: Settings) -> dict[str, str]:
-    """Return the variables for the visible GPUs."""
+    """Return the environment variables that select the visible GPUs."""
     ids = settings["gpu_ids"]
     if settings["cpu"]:
         return {"CUDA_VISIBLE_DEVICES": ""}
@@ -215,13 +215,13 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{shown}"
     raise ValueError(
-        f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Remove it, or use --cpu "
+        f"{settings.origin('multi_gpu').where} needs at least 2 GPUs, but {why}. Remove it, or use --cpu "
         "--num_processes 2 for two processes on the CPU."
     )
 
 
 def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
-    """Return the number of processes on this machine, and the reason."""
+    """Return the number of processes on this machine, and where that number comes from."""
     asked, machines = settings["num_processes"], settings["num_machines"]
     if asked is None:
         why = "one for each visible GPU" if gpus else _why_no_gpu(settings)
@@ -230,15 +230,15 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
     if asked % machines:
         raise ValueError(
             f"{where} is {asked}, which cannot be divided evenly among {machines} machines. Use a multiple of "
-            f"{machines}: it counts the processes of all machines."
+            f"{machines}, because the number counts the processes on all machines."
         )
     local = asked // machines
     if gpus and local > gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"{where} asks for {local} GPUs on this machine, but torch sees {gpus}"
-            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Ask for {gpus} or fewer, or add "
-            "--cpu to run them on the CPU."
+            f"{where} needs {local} GPUs on this machine, but torch sees {gpus}"
+            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Use at most {gpus} processes per "
+            "machine, or add --cpu to run them on the CPU."
         )
     return local, f"{where}{'' if gpus else '; ' + _why_no_gpu(settings)}"
 
@@ -248,7 +248,7 @@ def _why_no_gpu(settings: Settings) -> str:
 
 
 def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
-    """Return a description of the threads, and the variables that set them."""
+    """Return a description of the CPU threads per process, and the environment variables that set their number."""
     from ..processes.launch import threads_of
 
     name = "num_cpu_threads_per_process"
@@ -266,10 +266,10 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
 
 
 def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict[str, str]]:
-    """Describe how processes are bound to NUMA nodes.
+    """Decide how processes are bound to NUMA nodes.
 
-    Return whether torch binds them to their GPUs' nodes, a description, and variables for processes that bind
-    themselves.
+    Return whether torch binds processes to their GPUs' nodes, a description of the binding, and environment variables
+    for processes that bind themselves.
     """
     if not settings["enable_cpu_affinity"]:
         return False, "", {}
@@ -278,21 +278,21 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
     folder = Path(os.environ.get(BIND) or "/sys/devices/system/node")
     where, found = settings.origin("enable_cpu_affinity").where, len(nodes(folder))
     if found < 2 or (kind == "cpu" and local == 1):
-        why = "this machine has one NUMA node" if found < 2 else "one process has the whole machine"
+        why = "this machine has one NUMA node" if found < 2 else "a single process can use all cores"
         return False, f"{where} has no effect: {why}", {}
     if kind == "cuda":
         return True, f"each process on the cores of its GPU's node ({where})", {}
-    return False, f"each process on the cores of its node, of {found} ({where})", {BIND: str(folder)}
+    return False, f"each process on the cores of one of {found} nodes ({where})", {BIND: str(folder)}
 
 
 class _Announcement:
-    """Reports once what was chosen, and why."""
+    """Reports, once, what the launcher chose and why."""
 
     def __init__(self, plan: _Plan, settings: Settings, quiet: bool) -> None:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:
-        """Print the report. ``port``: port of a single-machine rendezvous, if there is one."""
+        """Print the report. ``port`` is the port of a single-machine rendezvous, if there is one."""
         if self.quiet:
             return
         plan, count = self.plan, self.plan.num_processes

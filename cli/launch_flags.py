@@ -1,4 +1,4 @@
-"""The flags of ``paceline launch``: settings, flags for starting, and flags that Paceline does not support."""
+"""The flags of ``paceline launch``: settings, flags that only affect how processes start, and unsupported flags."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GROUPS = {
     "data": "data",
     "logging": "logging",
 }
-_TPU = "Paceline runs on devices that torch itself supports: CPU, CUDA and ROCm GPUs, Apple MPS. Remove it"
+_TPU = "Paceline runs on devices that torch itself supports: CPU, CUDA and ROCm GPUs, Apple MPS. Remove the flag"
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = "8-bit training is not supported. Use --mixed_precision bf16"
-_AWS = "starting on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
+_AWS = "launching on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
-#: Flags of Accelerate that are not supported, and what to do instead. Flags with ``=`` take a value.
+#: Accelerate's flags that are not supported, and what to do instead. Flags with ``=`` take a value.
 _REFUSED = {
     "tpu tpu_cluster no_tpu_cluster tpu_use_sudo vm= env= main_training_function= downcast_bf16": _TPU,
     "use_megatron_lm megatron_lm_tp_degree= megatron_lm_use_custom_fsdp= megatron_lm_no_load_optim= "
@@ -44,7 +44,7 @@ _REFUSED = {
 
 
 class _Refuse(Action):
-    """Records an unsupported flag; :func:`refuse` raises for it."""
+    """Records an unsupported flag, for which :func:`refuse` then raises an error."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
         namespace.refused = f"{option_string}: {self.metavar}."
@@ -53,7 +53,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script``: whether a script, with its own arguments, follows the flags.
+    ``script`` says whether a script, with its own arguments, follows the flags.
     """
     if script:
         _add_script(parser)
@@ -70,20 +70,20 @@ def add_flags(parser: ArgumentParser, script: bool = True) -> None:
 def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
-        "Flags come before the script; everything after it belongs to the script. A flag may use - instead of _.\n"
-        "Known but unsupported, with a message that says what to do: --tpu, --use_megatron_lm, --megatron_lm_*, "
-        "--fp8_*, --aws_*, --mpirun_hostfile."
+        "Flags come before the script; everything after it is passed to the script. A flag may use - instead of _.\n"
+        "These flags are not supported, and a message says what to do instead: --tpu, --use_megatron_lm, "
+        "--megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
-    parser.add_argument("script", help="the file to run, or with -m a module, or with --no_python any program")
+    parser.add_argument("script", help="the file to run; with -m a module, with --no_python any program")
     parser.add_argument("script_args", nargs=REMAINDER, help="the script's arguments, passed on unchanged")
     _add(parser, "module", "-m", action="store_true", help="the script is a module, as with python -m")
     _add(parser, "no_python", action="store_true", help="the script is a program, not a Python file")
 
 
 def _add_own(parser: ArgumentParser) -> None:
-    """Add flags that only affect how processes start and are not settings."""
+    """Add the flags that are not settings, which affect only how processes start."""
     _add(parser, "config_file", "--config", metavar="FILE", help="the settings file; see paceline config")
-    _add(parser, "quiet", action="store_true", help="do not print what was chosen")
+    _add(parser, "quiet", action="store_true", help="do not print what the launcher chose")
     _add(parser, "log_dir", metavar="FOLDER", help="also write each process's output to this folder")
     _add(
         parser,
@@ -110,15 +110,15 @@ def _setting(one: Setting) -> dict[str, Any]:
 
 
 def refuse(arguments: Namespace) -> None:
-    """Raise for a flag that Paceline does not support.
+    """Reject a command line with a flag that Paceline does not support.
 
     Raises:
-        ValueError: if there is one; the message says what to do instead.
+        ValueError: if there is such a flag; the message says what to do instead.
     """
     if getattr(arguments, "refused", None):
         raise ValueError(arguments.refused)
 
 
 def given(arguments: Namespace) -> dict[str, str]:
-    """Return the settings from the command line."""
+    """Return the settings given on the command line."""
     return {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}

@@ -1,4 +1,4 @@
-"""The script of a ``paceline launch`` command line."""
+"""Find the script in a ``paceline launch`` command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 
 @dataclass(frozen=True)
 class Script:
-    """A script, a module or a program, and its arguments.
+    """A script, module or program to run, with its arguments.
 
     ``kind`` is ``"script"``, ``"module"`` or ``"program"``; ``target`` is the file or the module's name.
     """
@@ -32,26 +32,26 @@ class Script:
     arguments: list[str]
 
     def alone(self) -> list[str]:
-        """Return the command that runs it as one process."""
+        """Return the command that runs the script as a single process."""
         if self.kind == "program":
             return [self.target, *self.arguments]
         return [sys.executable, *(["-m"] if self.kind == "module" else []), self.target, *self.arguments]
 
 
 def find_script(arguments: Namespace) -> Script:
-    """Return the script of a command line.
+    """Return the script that the command line names.
 
     Raises:
-        ValueError: for ``-m`` and ``--no_python`` together, or ``python`` with options.
-        FileNotFoundError: if there is no such file or program.
+        ValueError: if ``-m`` and ``--no_python`` are both given, or ``python`` is given with options.
+        FileNotFoundError: if the file or program does not exist.
     """
     target, rest = arguments.script, list(arguments.script_args)
     if arguments.module and arguments.no_python:
-        raise ValueError("-m and --no_python contradict each other. Leave one of them out.")
+        raise ValueError("-m and --no_python cannot be used together. Remove one of them.")
     if arguments.no_python:
         if shutil.which(target) is None:
             raise FileNotFoundError(
-                f"There is no program {target!r}. Pass a command that is on PATH, or the path of an executable."
+                f"The program {target!r} was not found. Pass a command that is on PATH, or the path of an executable."
             )
         return Script("program", target, rest)
     if arguments.module:
@@ -67,7 +67,9 @@ def _behind_python(python: str, rest: list[str]) -> Script:
     if rest[:1] == ["-m"] and len(rest) > 1:
         return Script("module", rest[1], rest[2:])
     if not rest or rest[0].startswith("-"):
-        raise ValueError(f"Remove {python!r}: paceline launch runs Python itself. Pass only what follows it.")
+        raise ValueError(
+            f"Remove {python!r}, because paceline launch runs Python itself. Pass only the script and its arguments."
+        )
     return Script("script", _existing(rest[0]), rest[1:])
 
 
@@ -77,12 +79,12 @@ def _existing(target: str) -> str:
         return target
     there = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1)
-    hint = f" Did you mean {str(path.parent / close[0])!r}?" if close else " Flags come before it, each with its value."
-    raise FileNotFoundError(f"There is no script {target!r} in {os.getcwd()!r}.{hint}")
+    hint = f" Did you mean {str(path.parent / close[0])!r}?" if close else " Put flags before the script."
+    raise FileNotFoundError(f"The script {target!r} was not found in {os.getcwd()!r}.{hint}")
 
 
 def point_out_config(script: Script) -> None:
-    """Report a ``--config`` after a script that does not read it: the launcher's flags come before the script."""
+    """Point out a ``--config`` after a script that seems not to read it. Flags for the launcher precede the script."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])
@@ -90,7 +92,7 @@ def point_out_config(script: Script) -> None:
             continue
         if Path(script.target).is_file() and not _TAKES_ARGUMENTS.search(Path(script.target).read_text("utf-8")):
             messages.info(
-                f"{script.target} does not seem to read {flag}, and arguments after the script belong to the script. "
-                f"If {value or 'the file'} is meant for the launcher, use paceline launch --config_file "
+                f"{script.target} does not seem to read {flag}, but arguments after the script are passed to the "
+                f"script. If {value or 'the file'} is meant for the launcher, use paceline launch --config_file "
                 f"{value or 'FILE'} {script.target}"
             )

@@ -1,4 +1,4 @@
-"""Entry point: finds and runs a command. Help imports only the standard library."""
+"""Entry point: find a command and run it. Showing help imports only the standard library."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib import import_module
 
 from .. import messages
 
-#: Each command's help. The module with the command's name has ``add_arguments(parser)`` and ``run(arguments)``, which
-#: returns the exit status.
+#: Each command's help line. The module named after the command has ``add_arguments(parser)`` and ``run(arguments)``,
+#: which returns the exit status.
 COMMANDS = {
     "config": "write the settings file, interactively or not",
     "launch": "run a script in one or several processes, on one or several machines",
-    "doctor": "run some steps of a script and report what is slow, why, and what to change",
+    "doctor": "run a few steps of a script and report what is slow, why, and what to change",
     "test": "check that this machine trains correctly as configured",
     "env": "print versions, devices, and the current settings with their origin",
     "estimate-memory": "estimate the memory of a model before it is loaded or trained",
@@ -26,6 +26,7 @@ COMMANDS = {
     "checkpoint verify": "verify every byte against the checksums",
     "checkpoint prune": "delete all but the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
+    "checkpoint convert": "write a copy of another program's checkpoint that holds only plain data",
 }
 _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 #: Commands of Accelerate that Paceline does not need.
@@ -38,12 +39,12 @@ _NOT_HERE = {
 
 #: Exit status of a command that failed.
 FAILED = 2
-#: Exit status of a command that Ctrl-C ended.
+#: Exit status of a command that was interrupted with Ctrl-C.
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status. ``arguments`` None means ``sys.argv``."""
+    """Run one command and return its exit status. If ``arguments`` is None, ``sys.argv`` is used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _NOT_HERE:
         messages.error(f"paceline {words[0]}: {_sentence(_NOT_HERE[words[0]])}.")
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, unknown = parsed.parse_known_args(words)
     if unknown:
         hint = messages.did_you_mean(unknown[0].partition("=")[0], found.flags)
-        messages.error(f"paceline {found.command}: Unknown argument {unknown[0]!r}.{hint} --help lists all.")
+        messages.error(f"paceline {found.command}: Unknown argument {unknown[0]!r}.{hint} --help lists all arguments.")
         return FAILED
     try:
         status = found.run(found)
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str | None) -> ArgumentParser:
-    """Build the parser of all commands, with arguments only for the given command."""
+    """Build the parser for all commands, with arguments only for the given command."""
     top = ArgumentParser("paceline", description="Tools for training with Paceline.")
     top.add_argument("--version", action="version", version=sys.modules[__name__.partition(".")[0]].__version__)
     places = {"": top.add_subparsers(metavar="COMMAND", required=True)}

@@ -1,4 +1,4 @@
-"""``paceline merge-weights``."""
+"""``paceline merge-weights``: write the weights of a sharded checkpoint as one safetensors file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def run(arguments: Namespace) -> int:
     """Write the weights with ``paceline checkpoint export``."""
     if arguments.unsafe_serialization:
         raise ValueError(
-            "--unsafe_serialization: only safetensors files are written. For a torch.save file use paceline checkpoint "
-            "export DIRECTORY weights.ckpt --format weights."
+            "--unsafe_serialization: only safetensors files are written. For a torch.save file, use paceline "
+            "checkpoint export DIRECTORY weights.ckpt --format weights."
         )
     if arguments.remove_checkpoint_dir:
         raise ValueError(
             "--remove_checkpoint_dir: training can resume only from the sharded checkpoint, so it is not deleted. "
-            "Remove the flag, and delete the folder yourself."
+            "Remove the flag and delete the folder yourself."
         )
     out = Path(arguments.out)
     if out.suffix != ".safetensors":

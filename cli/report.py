@@ -1,4 +1,4 @@
-"""``paceline report``: write a run's report page, even for a killed run, or compare two runs."""
+"""``paceline report``: write a run's report page, even if the run was killed, or compare two runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .. import messages
 from ..report import history
 from ..report.history import History
 
-#: Titles, each with the rows below it.
+#: Sections to print in the terminal: the title and the rows of each section.
 Parts = list[tuple[str, list[Any]]]
 
 _EPILOG = """\
-A run has a record if it used Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, also
-during the run and after its process was killed.
+A run has a record if it used Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, even
+while the run continues or after it was killed.
 """
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="the folder of a run (its newest record is used), or a record; two runs are compared",
+        help="a run's folder (its newest record is used), or a record; pass two to compare them",
     )
     parser.add_argument(
         "--output",
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the page and print the main figures."""
+    """Write the page and print the most important numbers."""
     from ..report.run_page import write
 
     given = arguments.runs
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     found = [history.read(history.find(path)) for path in given]
     if len(found) == 2 and found[0].path.resolve() == found[1].path.resolve():
         raise ValueError(
-            f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Pass the folders of two runs."
+            f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Pass two different runs."
         )
     page, facts, parts = _of_one(found[0]) if len(found) == 1 else _of_two(*found)
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _of_one(history: History) -> tuple[str, dict[str, Any], Parts]:
-    """The page of a run, its main figures, and these in parts for the terminal."""
+    """Return a run's page, its most important numbers, and the sections to print in the terminal."""
     from ..report import run_page
 
     last = {name: points[-1][1] for name, points in sorted(history.curves().items())}
@@ -70,7 +70,7 @@ def _of_one(history: History) -> tuple[str, dict[str, Any], Parts]:
 
 
 def _of_two(a: History, b: History) -> tuple[str, dict[str, Any], Parts]:
-    """The page of a comparison, its main figures, and these in parts for the terminal."""
+    """Return the comparison page, the most important numbers, and the sections to print in the terminal."""
     from ..report import compare_runs
 
     differs, speed, last = compare_runs.differences(a, b), compare_runs.ratios(a, b), compare_runs.last_values(a, b)

@@ -1,4 +1,4 @@
-"""The checks that ``paceline test`` runs in each process: does this machine, as configured, compute correctly?"""
+"""The checks that ``paceline test`` runs in each process: does this machine train correctly as configured?"""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from .. import messages
 from ..accelerator.accelerator import Accelerator
 
-#: Largest relative deviation from the results of one process in float32, by precision.
+#: Largest allowed relative deviation from a single process in float32, by precision.
 TOLERANCE = {"no": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 _EPOCHS = 4
 _SAMPLES = 23
 
 
 def main() -> int:
-    """Run all checks; rank 0 prints the results. Return the exit status."""
+    """Run all checks and return the exit status. Rank 0 prints the results."""
     accelerator = Accelerator()
     for name, check in CHECKS.items():
         try:
             problem = "; ".join(check(accelerator))
         except Exception as error:
-            messages.error(f"paceline test: rank {accelerator.process_index} failed in the check: {name}.")
+            messages.error(f"paceline test: rank {accelerator.process_index} raised an error in this check: {name}.")
             raise SystemExit(_told(error)) from error
         found = accelerator.strategy.gather_objects(problem)
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
@@ -57,7 +57,7 @@ def _told(error: Exception) -> int:
 
 
 def check_group(accelerator: Accelerator) -> Iterable[str]:
-    """Every process is in the group once, and with GPUs each has its own."""
+    """Check that every process is in the group exactly once and that no two processes share a GPU."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
         yield f"{asked} processes were started, but the group has {accelerator.num_processes}"
@@ -71,7 +71,7 @@ def check_group(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_collectives(accelerator: Accelerator) -> Iterable[str]:
-    """Reductions, gathered tensors and broadcast objects are correct."""
+    """Check that reductions, gathered tensors and broadcast objects are correct."""
     strategy, count = accelerator.strategy, accelerator.num_processes
     mine = torch.arange(3.0, device=accelerator.device) + accelerator.process_index
     every = [torch.arange(3.0) + rank for rank in range(count)]
@@ -88,14 +88,14 @@ def check_collectives(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_data(accelerator: Accelerator) -> Iterable[str]:
-    """A pass contains every sample, and gather_for_metrics returns each once, in order."""
+    """Check that an epoch contains every sample, and that gather_for_metrics returns each one once, in order."""
     samples = torch.arange(_SAMPLES)
     size = 2 * _ranks_of_a_batch(accelerator)
     shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), size, shuffle=True))
     mine = [number for (batch,) in shuffled for number in batch.tolist()]
     seen = sorted({number for part in accelerator.strategy.gather_objects(mine) for number in part})
     if seen != samples.tolist():
-        yield f"a shuffled pass left out the samples {sorted(set(samples.tolist()) - set(seen))}"
+        yield f"a shuffled epoch left out the samples {sorted(set(samples.tolist()) - set(seen))}"
     ordered = accelerator.prepare(DataLoader(TensorDataset(samples), size))
     gathered = [number for (batch,) in ordered for number in accelerator.gather_for_metrics(batch).tolist()]
     if gathered != samples.tolist():
@@ -103,7 +103,7 @@ def check_data(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_training(accelerator: Accelerator) -> Iterable[str]:
-    """A few updates give the same result as one process with all the data, without Paceline."""
+    """Check that a few updates give the same result as one process with all the data, without Paceline."""
     x, y, model = _task(accelerator)
     alone = copy.deepcopy(model)
     trained = _train(accelerator, model, x, y)
@@ -116,15 +116,17 @@ def check_training(accelerator: Accelerator) -> Iterable[str]:
     off = ((got - right).norm() / right.norm()).item()
     allowed = TOLERANCE.get(accelerator.mixed_precision, TOLERANCE["fp16"])
     if not off <= allowed:
-        yield f"the trained model's outputs are off by {off:.1e} relative to one process; {allowed:.0e} is allowed"
+        yield f"the trained model's outputs differ from one process's by {off:.1e} (relative); {allowed:.0e} is allowed"
 
 
 def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
-    """After loading a saved state, outputs are bit-identical."""
+    """Check that outputs are bit-identical after loading a saved state."""
     x, y, model = _task(accelerator)
     trained = _train(accelerator, model, x, y)
     before = _outputs(accelerator, trained, x)
-    here = Path(tempfile.gettempdir()) if accelerator.strategy.num_nodes == 1 else Path.cwd()  # seen by all machines
+    here = (
+        Path(tempfile.gettempdir()) if accelerator.strategy.num_nodes == 1 else Path.cwd()
+    )  # a folder that all machines see
     folder = here / f"paceline_test_{accelerator.strategy.broadcast(os.getpid())}"
     try:
         accelerator.save_state(str(folder))
@@ -150,12 +152,12 @@ CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
 
 
 def _ranks_of_a_batch(accelerator: Accelerator) -> int:
-    """Return the number of data ranks that share a loader's batch: all of them with split_batches."""
+    """Return the number of data ranks that share a loader's batch: all of them with split_batches, otherwise 1."""
     return accelerator.strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
 
 
 def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
-    """Return inputs, targets and a model, the same on all ranks, with one batch of 8 per data rank."""
+    """Return inputs, targets and a model, identical on all ranks, with a batch of 8 samples for each data rank."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8 * accelerator.strategy.num_data_ranks, 8, generator=generator)
     torch.manual_seed(2)

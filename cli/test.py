@@ -1,4 +1,4 @@
-"""``paceline test``."""
+"""``paceline test``: check that this machine trains correctly as configured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch_script import Script
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments: the flags of ``paceline launch``."""
     add_flags(parser, script=False)
-    parser.epilog = "Starts the same processes as paceline launch, and exits with status 0 if all checks pass."
+    parser.epilog = "Starts the same processes as paceline launch and exits with status 0 if all checks pass."
 
 
 def run(arguments: Namespace) -> int:

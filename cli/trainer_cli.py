@@ -34,19 +34,19 @@ from .argument_parser import (
 
 
 class SaveConfigCallback(Callback):
-    """Writes the config of a run to the run's folder when it starts.
+    """Writes a run's config to the run's folder when the run starts.
 
     Args:
         parser: the parser that read the config.
         config: the parsed config.
         config_filename: name of the file.
-        overwrite: replace an existing file. False: an existing file is an error, unless a fit resumes from a
+        overwrite: replace an existing file. If False, an existing file is an error, unless a fit resumes from a
             checkpoint.
-        multifile: write a file for each config file that was read.
-        save_to_log_dir: False: write no file; override :meth:`save_config`.
+        multifile: write one file for each config file that was read.
+        save_to_log_dir: write the file. If False, override :meth:`save_config` to save the config elsewhere.
 
     Raises:
-        ValueError: ``save_to_log_dir=False``, and ``save_config`` is not overridden.
+        ValueError: if ``save_to_log_dir=False`` and ``save_config`` is not overridden.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class SaveConfigCallback(Callback):
         if not save_to_log_dir and overridden(self, "save_config", SaveConfigCallback) is None:
             raise ValueError(
                 f"{type(self).__name__}(save_to_log_dir=False) saves nothing, because it does not override "
-                "save_config(trainer, pl_module, stage). Override it, or leave save_to_log_dir out."
+                "save_config(trainer, pl_module, stage). Override that method, or leave out save_to_log_dir."
             )
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Save the config, on rank 0; raise on all ranks if that fails."""
+        """Save the config on rank 0; raise an error on all ranks if that fails."""
         if self.already_saved:
             return
         problem: Exception | None = None
@@ -88,7 +88,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Override this to save the config elsewhere too. It is called on rank 0.
+        """Override this to save the config elsewhere too. It is called only on rank 0.
 
         Args:
             trainer: the run's Trainer.
@@ -100,16 +100,16 @@ class SaveConfigCallback(Callback):
         path = Path(trainer.log_dir or os.curdir, self.config_filename)
         if path.is_file() and not self.overwrite and not _resumes(trainer, stage):
             raise RuntimeError(
-                f"{type(self).__name__}: {str(path)!r} already exists, from another run. Aborting to avoid overwriting "
-                "it. Delete it, choose another folder (a logger creates one for each run) or another name "
-                f"({type(self).__name__}'s config_filename), or allow it: save_config_kwargs={{'overwrite': True}}."
+                f"{type(self).__name__}: {str(path)!r} already exists from another run. Aborting to avoid overwriting "
+                "it. Delete the file, choose another folder (a logger creates one for each run) or another "
+                "config_filename, or pass save_config_kwargs={'overwrite': True}."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
 
 
 def _resumes(trainer: Trainer, stage: str) -> bool:
-    """Whether a fit resumes in the folder of an earlier one."""
+    """Return True if this is a fit that resumes an earlier run."""
     request = trainer.current_run.request
     told = trainer.asked_ckpt_path if request is None else request.ckpt_path or trainer.asked_ckpt_path
     return stage == "fit" and (told is not None or is_requeued())
@@ -119,32 +119,34 @@ class TrainerCLI:
     """Runs a Trainer from the command line: ``python train.py fit --model.lr=0.1 --config run.yaml``.
 
     The arguments come from the classes' ``__init__``. The attributes ``trainer``, ``model`` and ``datamodule`` are the
-    created objects, and ``config`` is the parsed config. Override a method to change a part.
+    created objects, and ``config`` is the parsed config. To change a step, override its method.
 
     Args:
-        model_class: a TrainingModule class, or a function that returns one. None: the user chooses a class, with
-            ``--model=Name``.
-        datamodule_class: likewise for the DataModule. None: the user may choose one, with ``--data=Name``.
-        save_config_callback: callback that saves the config in the run's folder; None: do not.
-        save_config_kwargs: arguments for it, after the parser and the config.
-        trainer_class: the Trainer class, or a function that returns one.
-        trainer_defaults: values for arguments of the Trainer, instead of their defaults. Callbacks are added to the
+        model_class: a TrainingModule class, or a function that returns an instance. If None, the user chooses a class
+            with ``--model=Name``.
+        datamodule_class: a DataModule class, or a function that returns an instance. If None, the user may choose a
+            class with ``--data=Name``.
+        save_config_callback: class of the callback that saves the config in the run's folder. If None, the config is
+            not saved.
+        save_config_kwargs: additional arguments for that callback, after the parser and the config.
+        trainer_class: the Trainer class, or a function that returns an instance.
+        trainer_defaults: values that replace the defaults of Trainer arguments. Callbacks given here are added to the
             user's callbacks.
-        seed_everything_default: value of ``--seed_everything``. True: the seed that the environment sets, else 0;
-            False: do not seed; a number: this seed.
-        parser_kwargs: arguments for the parser; or, under a subcommand's name, arguments for its parser.
+        seed_everything_default: default value of ``--seed_everything``: a seed, True for the seed that the environment
+            sets (0 if it sets none), or False for no seeding.
+        parser_kwargs: arguments for the parser or, under a subcommand's name, for that subcommand's parser.
         parser_class: class of the parser.
-        subclass_mode_model: the user may choose a subclass of ``model_class``.
-        subclass_mode_data: the user may choose a subclass of ``datamodule_class``.
-        args: the arguments. None: the command line's.
-        run: add subcommands, and run the chosen one. False: only create the objects.
+        subclass_mode_model: let the user choose a subclass of ``model_class``.
+        subclass_mode_data: let the user choose a subclass of ``datamodule_class``.
+        args: the arguments to parse. If None, the command line's arguments are used.
+        run: add subcommands and run the chosen one. If False, only create the objects.
         auto_configure_optimizers: let the user choose an optimizer and a scheduler, which then replace
             ``configure_optimizers``.
         load_from_checkpoint_support: make ``save_hyperparameters`` store arguments as they were parsed, so that
-            ``load_from_checkpoint`` can create the same objects again.
+            ``load_from_checkpoint`` can recreate the objects.
 
     Raises:
-        ModuleNotFoundError: jsonargparse is not installed.
+        ModuleNotFoundError: if jsonargparse is not installed.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class TrainerCLI:
     # ---- the parser ------------------------------------------------------------------------------------------------
 
     def init_parser(self, **kwargs: Any) -> ArgumentParser:
-        """Create a parser with the argument ``--config``."""
+        """Create a parser with a ``--config`` argument."""
         kwargs.setdefault("dump_header", [f"paceline=={sys.modules[__name__.partition('.')[0]].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -207,7 +209,7 @@ class TrainerCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
-        """Create :attr:`parser`, and add subcommands or the arguments themselves."""
+        """Create :attr:`parser`, and add to it either the subcommands or the arguments."""
         self.parser = self.init_parser(**main_kwargs)
         if not add_subcommands:
             self._add_arguments(self.parser)
@@ -223,7 +225,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The Trainer's methods that are subcommands, each with the parameters that users cannot pass."""
+        """Return the Trainer methods that become subcommands, each with the parameters that users cannot pass."""
         evaluation = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": set(evaluation), "test": set(evaluation), "predict": set(evaluation)}
@@ -234,14 +236,14 @@ class TrainerCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="Seed to set before the objects are created; True: the environment's, else 0; False: none.",
+            help="Seed to set before the objects are created. True: the environment's seed, or 0. False: no seeding.",
         )
 
     def add_core_arguments_to_parser(self, parser: ArgumentParser) -> None:
-        """Add the arguments of the Trainer, the module and the DataModule."""
+        """Add arguments for the Trainer, the module and the DataModule."""
         added = parser.add_lightning_class_args(self.trainer_class, "trainer")
         variables = from_variables([name.removeprefix("trainer.") for name in added], {})
-        # For arguments that are also settings, the Trainer itself reads the variables if they are left out.
+        # If an argument that is also a setting is left out, the Trainer itself reads the environment variable.
         defaults = {name: value for name, value in variables.items() if name not in SETTLED} | self.trainer_defaults
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
@@ -253,7 +255,7 @@ class TrainerCLI:
         )
 
     def add_arguments_to_parser(self, parser: ArgumentParser) -> None:
-        """Override this to add arguments, or to link them with ``parser.link_arguments``."""
+        """Override this to add arguments, or to link arguments with ``parser.link_arguments``."""
 
     def _add_arguments(self, parser: ArgumentParser) -> None:
         self.add_core_arguments_to_parser(parser)
@@ -268,18 +270,18 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: ArgumentParser) -> None:
-        """Link the optimizers and schedulers that were added with ``link_to``."""
+        """Link each optimizer and scheduler that was added with ``link_to`` to the argument named there."""
         for key, (chosen, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 make = None if isinstance(chosen, tuple) else partial(with_class_path, chosen)
                 parser.link_arguments(key, link_to, compute_fn=make)
 
     def parse_arguments(self, parser: ArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments; the result is :attr:`config`."""
+        """Parse the arguments into :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
             messages.warn(
-                f"{type(self).__name__} got args=..., so the command line's arguments have no effect: "
-                f"{sys.argv[1:]}. Pass only one of the two."
+                f"{type(self).__name__} got args=..., so these command line arguments have no effect: "
+                f"{sys.argv[1:]}. Pass either args or command line arguments."
             )
         if isinstance(args, Mapping | Namespace):
             self.config: Any = parser.parse_object(args)  # pyright: ignore[reportArgumentType]
@@ -287,7 +289,7 @@ class TrainerCLI:
             self.config = parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Replace the given module arguments with the hyperparameters in the checkpoint of ``--ckpt_path``."""
+        """Replace the module's arguments with the hyperparameters in the ``--ckpt_path`` checkpoint."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         if not path or not Path(path).exists():
             return
@@ -305,11 +307,11 @@ class TrainerCLI:
         except SystemExit:
             messages.error(
                 f"Parsing of ckpt_path hyperparameters failed: the hyperparameters in {str(path)!r} are not arguments "
-                "of this model. Choose the class that wrote the checkpoint."
+                "of this model. Choose the model class that the checkpoint was saved with."
             )
             raise
         if self.config != before:
-            messages.info(f"The model's arguments come from the hyperparameters in {messages.path(path)}.")
+            messages.info(f"The model's arguments were taken from the hyperparameters in {messages.path(path)}.")
 
     def _seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
@@ -321,13 +323,13 @@ class TrainerCLI:
 
     @property
     def _config(self) -> Any:
-        """The part of the config that belongs to the subcommand."""
+        """The subcommand's part of the config, or the entire config if there is no subcommand."""
         return self.config if self.subcommand is None else self.config[self.subcommand]
 
     # ---- the objects -----------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Override this to do something before the objects are created."""
+        """Override this to run code before the objects are created."""
 
     def instantiate_classes(self) -> None:
         """Create :attr:`datamodule`, :attr:`model` and :attr:`trainer`."""
@@ -345,7 +347,7 @@ class TrainerCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override this to do something once the objects are created."""
+        """Override this to run code after the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Create a Trainer from the config.
@@ -361,8 +363,8 @@ class TrainerCLI:
         if "callbacks" not in config:
             owner = self.trainer_class
             messages.warn(
-                f"{getattr(owner, '__qualname__', owner)} does not expose the argument 'callbacks', so the command "
-                "line's callbacks are left out. Add the argument to its __init__."
+                f"{getattr(owner, '__qualname__', owner)} does not expose the argument 'callbacks', so the "
+                "callbacks from the command line are not used. Add the argument to its __init__."
             )
             return self.trainer_class(**config)
         more = _as_list(self.trainer_defaults.get("callbacks"))
@@ -377,19 +379,21 @@ class TrainerCLI:
         return self.parser if subcommand is None else self._subparsers[subcommand]
 
     def _get(self, config: Any, key: str, default: Any = None) -> Any:
-        """A value of the config, which may be the config of a subcommand."""
+        """Return a value from the config, or from the subcommand's part of it."""
         return (config if self.subcommand is None else config[self.subcommand]).get(key, default)
 
     # ---- optimizers ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """The result of the module's ``configure_optimizers`` if an optimizer was chosen. Override this to change it.
+        """Build the return value of the module's ``configure_optimizers`` when the user has chosen an optimizer.
+
+        Override this to change that value.
 
         Args:
             lightning_module: the module.
             optimizer: the chosen optimizer.
-            lr_scheduler: the chosen scheduler, or None.
+            lr_scheduler: the chosen scheduler; None if no scheduler was chosen.
         """
         if lr_scheduler is None:
             return optimizer
@@ -408,8 +412,8 @@ class TrainerCLI:
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise ValueError(
                 f"{type(self).__name__} can configure one optimizer and one scheduler, but the parser has "
-                f"{messages.names([*optimizers, *schedulers], 'and')}. Add them with link_to=, and create them in the "
-                "module's configure_optimizers with instantiate_class."
+                f"{messages.names([*optimizers, *schedulers], 'and')}. Add each one with link_to=, and create "
+                "them with instantiate_class in the module's configure_optimizers."
             )
         chosen = [self._chosen(key, parser.optimizers) for key in optimizers]
         if not any(chosen):
@@ -425,7 +429,7 @@ class TrainerCLI:
         )
 
     def _chosen(self, key: str, registered: dict[str, tuple[Any, str]]) -> Any:
-        """The chosen class and arguments; None if nothing was chosen."""
+        """Return the chosen class and its arguments; None if nothing was chosen."""
         arguments = self._get(self.config_init, key)
         kind = registered[key][0]
         if arguments is None or isinstance(kind, tuple):
@@ -435,14 +439,14 @@ class TrainerCLI:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the Trainer's method, between ``before_<subcommand>()`` and ``after_<subcommand>()`` if they exist."""
+        """Call ``before_<subcommand>()`` if defined, the Trainer method, and ``after_<subcommand>()`` if defined."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
         getattr(self, f"after_{subcommand}", lambda: None)()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """The arguments of the Trainer's method."""
+        """Return the arguments for the Trainer method."""
         given = self.config_init[subcommand].items()
         kwargs = {key: value for key, value in given if key in self._method_arguments[subcommand]}
         kwargs["model"] = self.model
@@ -452,7 +456,7 @@ class TrainerCLI:
 
 
 class _Keeping:
-    """Creates an object, and stores its parsed arguments as its hyperparameters."""
+    """Creates an object and stores its parsed arguments as its hyperparameters."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self.cli, self.key = cli, key
@@ -468,7 +472,7 @@ class _Keeping:
             return class_type(*args, **kwargs)
 
     def _parsed(self, links: dict[str, Any]) -> dict[str, Any]:
-        """The object's part of the config as plain data, with the values that links gave it."""
+        """Return the object's part of the config as plain data, including values that links set."""
         import yaml
 
         cli = self.cli
@@ -486,13 +490,13 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and the scheduler when the Trainer asks: the module's parameters are final then."""
+    """Create the optimizer and scheduler when the Trainer needs them, because only then are the parameters final."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 
 
 def _automatic(registered: dict[str, tuple[Any, str]], kinds: Any) -> list[str]:
-    """The arguments whose classes ``configure_optimizers`` uses."""
+    """Return the names of the arguments whose classes ``configure_optimizers`` uses."""
     return [
         key
         for key, (chosen, link_to) in registered.items()

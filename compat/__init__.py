@@ -11,25 +11,25 @@ from .. import messages
 from . import finder
 
 PACKAGES = ("lightning", "accelerate")
-#: Environment variable with the packages to replace, separated by commas, in this process and its child processes.
+#: Environment variable with a comma-separated list of the packages to replace in a process and its child processes.
 VARIABLE = "PACELINE_STANDS_IN"
-#: A folder for each package, with modules named like it; they install the replacement in the Python processes that a
-#: program starts.
+#: This folder has a subfolder for each package. The modules in a subfolder have the package's names, and install the
+#: replacement in Python processes that a program starts.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 
 def install(*names: str) -> None:
-    """Make ``import lightning`` or ``import accelerate`` import Paceline, from now on in this process.
+    """Make ``import lightning`` or ``import accelerate`` import Paceline from now on, in this process and its children.
 
-    Call it before anything imports the package, and before libraries that check for it. An installed package of that
-    name is neither changed nor imported. Calling it again does nothing.
+    Call this before anything imports the package, and before importing libraries that check whether it is installed.
+    The real package, if installed, is neither changed nor imported. Repeated calls have no effect.
 
     Args:
-        names: ``"lightning"``, ``"accelerate"``.
+        names: ``"lightning"``, ``"accelerate"`` or both.
 
     Raises:
-        RuntimeError: the real package has already been imported.
-        ValueError: there is no replacement for a package of that name.
+        RuntimeError: if the real package has already been imported.
+        ValueError: if Paceline has no replacement for a package.
     """
     for name in names:
         if name not in PACKAGES:
@@ -39,12 +39,12 @@ def install(*names: str) -> None:
 
 
 def install_from_environment() -> None:
-    """:func:`install` the packages that the variable ``PACELINE_STANDS_IN`` lists."""
+    """:func:`install` the packages listed in the environment variable ``PACELINE_STANDS_IN``."""
     install(*(name for name in map(str.strip, os.environ.get(VARIABLE, "").split(",")) if name))
 
 
 def found_on_path(root: str) -> ModuleType:
-    """Replace a package in a process that found it in its folder in ``on_path``, and import it."""
+    """Replace a package that this process found in a folder of ``on_path``, and import the replacement."""
     install(next(name for name in PACKAGES if root in _package(name).roots))
     return importlib.import_module(root)
 
@@ -54,7 +54,7 @@ def _package(name: str) -> finder.Package:
 
 
 def _tell_children(name: str) -> None:
-    """Let Python processes that this one starts find the replacement too."""
+    """Make Python processes started by this one find the replacement, too."""
     named = [one for one in os.environ.get(VARIABLE, "").split(",") if one]
     if name not in named:
         os.environ[VARIABLE] = ",".join([*named, name])
@@ -65,4 +65,4 @@ def _tell_children(name: str) -> None:
             path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     if names not in sys.path:
-        sys.path.insert(1, names)  # spawned processes inherit this one's path
+        sys.path.insert(1, names)  # spawned processes inherit this process's path

@@ -14,7 +14,7 @@ _USAGE = (
 
 
 def main(arguments: list[str]) -> None:
-    """Install the replacements and run the program; its arguments are ``sys.argv``."""
+    """Install the replacements, then run the program with its arguments in ``sys.argv``."""
     if len(arguments) < 2 or arguments[0] in ("-h", "--help"):
         raise SystemExit(_USAGE)
     packages, program, *rest = arguments

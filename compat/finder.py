@@ -1,4 +1,4 @@
-"""Redirect imports of another package to Paceline. All stand-ins share this code."""
+"""Redirect imports of another package to Paceline. All replacements share this code."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ UNKNOWN: Any = object()
 
 @dataclass
 class Target:
-    """Where Paceline has a name: a module, and the name in it ("" is the module itself)."""
+    """Where Paceline defines a name: a module, and the name in that module ("" for the module itself)."""
 
     module: str
     name: str
 
     def owner(self) -> ModuleType:
-        """The module."""
+        """Return the module."""
         return importlib.import_module(f"{_PACKAGE}.{self.module}" if self.module else _PACKAGE)
 
     def value(self) -> Any:
-        """The object that the name refers to."""
+        """Return the object that the name refers to."""
         return getattr(self.owner(), self.name) if self.name else self.owner()
 
 
@@ -47,16 +47,17 @@ class Package:
     """A package that Paceline replaces.
 
     Attributes:
-        name: the name under which it is imported.
-        version: the version whose names these are; programs see it as the installed one.
-        modules: by full name, each module's names.
-        constants: values of names that Paceline has no use for.
-        aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
-        distributions: what ``importlib.metadata`` finds installed.
-        fallback: the value of a name that no table has; UNKNOWN if there is none.
+        name: the name under which the package is imported.
+        version: the version of the package that has these names; programs see it as the installed version.
+        modules: the names in each module, by the module's full name.
+        constants: values for names that Paceline itself does not use.
+        aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
+            ``lightning.pytorch``.
+        distributions: names that ``importlib.metadata`` finds installed.
+        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN.
         on_import: called when the first module is imported.
         homepage: the homepage in the metadata.
-        check_early: libraries that check only once, when they are imported, whether the package is installed.
+        check_early: libraries that check only once, at import time, whether the package is installed.
     """
 
     name: str
@@ -72,23 +73,23 @@ class Package:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Every top-level package that it answers for."""
+        """All top-level packages that are replaced."""
         return (self.name, *self.aliases)
 
     def own_name(self, module: str) -> str:
-        """The full name of a module, which may be imported by an alias."""
+        """Return a module's full name in this package; ``module`` may be an alias."""
         for alias, original in self.aliases.items():
             if module == alias or module.startswith(f"{alias}."):
                 return original + module.removeprefix(alias)
         return module
 
     def is_package(self, module: str) -> bool:
-        """Whether a module has submodules."""
+        """Return True if a module has submodules."""
         return any(other.startswith(f"{module}.") for other in self.modules)
 
 
 class Alias(ModuleType):
-    """A module of a replaced package, whose names are Paceline's, each looked up when it is first used."""
+    """A module of a replaced package. Its names refer to Paceline's objects and are looked up on first use."""
 
     def __init__(self, name: str, package: Package) -> None:
         super().__init__(name, f"{name}, by Paceline.")
@@ -110,14 +111,14 @@ class Alias(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         elif (value := package.fallback(name)) is UNKNOWN:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, and has "
-                f"nothing of that name.{messages.did_you_mean(name, list(self._targets))}"
+                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, but has "
+                f"nothing by that name.{messages.did_you_mean(name, list(self._targets))}"
             )
         vars(self)[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name here and where Paceline has it, so that a test's replacement takes effect.
+        """Set a name both here and in Paceline's module, so that a test can replace (mock) it.
 
         Importing a submodule does not hide a function of the same name.
         """
@@ -130,7 +131,7 @@ class Alias(ModuleType):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Restore a name that was replaced."""
+        """Delete a name, and restore Paceline's value if it was replaced."""
         if name in self._replaced:
             target: Target = self._targets[name]
             setattr(target.owner(), target.name, self._replaced.pop(name))
@@ -141,14 +142,14 @@ class Alias(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import finder, in ``sys.meta_path``, for the modules and the metadata of one package."""
+    """Import finder in ``sys.meta_path`` for one package's modules and metadata."""
 
     def __init__(self, package: Package) -> None:
         self.package = package
         self._imported = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module; None if it does not belong to the package."""
+        """Return a module's spec, or None if the module does not belong to the package."""
         if name.partition(".")[0] not in self.package.roots:
             return None
         original = self.package.own_name(name)
@@ -159,7 +160,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Create the module, or take the one that already exists under another name."""
+        """Create the module, or return the one that already exists under another name."""
         if not self._imported:
             self._imported = True
             self.package.on_import()
@@ -177,12 +178,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The distributions that ``importlib.metadata`` reads."""
+        """Return the distributions that ``importlib.metadata`` reads."""
         wanted = _normal(getattr(context, "name", None) or "")
         return [Metadata(name, self.package) for name in self.package.distributions if _normal(name) == wanted]
 
     def invalidate_caches(self) -> None:
-        """Do nothing: this finder caches nothing."""
+        """Do nothing, because this finder caches nothing."""
 
 
 class Metadata(importlib.metadata.Distribution):
@@ -192,7 +193,7 @@ class Metadata(importlib.metadata.Distribution):
         self._distribution, self._package = distribution, package
 
     def read_text(self, filename: str) -> str | None:
-        """The text of METADATA; None for other files."""
+        """Return the text of METADATA, or None for other files."""
         if filename != "METADATA":
             return None
         lines = [
@@ -205,7 +206,7 @@ class Metadata(importlib.metadata.Distribution):
         return "\n".join(lines) + "\n"
 
     def locate_file(self, path: Any) -> Any:
-        """The path of a file of the package."""
+        """Return the path of a file in the package."""
         return os.path.join(os.path.dirname(__file__), path)
 
 
@@ -219,11 +220,11 @@ class _Placeholder(type):
 
 
 def placeholder(name: str, why: str) -> type:
-    """A class of that name, for ``isinstance`` and to inherit from; calling it raises NotImplementedError.
+    """Create a class that works in ``isinstance`` and as a base class; calling it raises NotImplementedError.
 
     Args:
-        name: what Paceline does not have.
-        why: continues the sentence after the name, without a period.
+        name: the class's name, which Paceline does not have.
+        why: the rest of the error message after the name, without a period.
     """
     return _Placeholder(name, (), {"why": f"{name} {why}."})
 
@@ -233,25 +234,25 @@ def _normal(name: str) -> str:
 
 
 def install(package: Package) -> bool:
-    """Redirect a package's imports to Paceline; return False if they already are.
+    """Redirect a package's imports to Paceline. Return False if they were already redirected.
 
     Raises:
-        RuntimeError: the real package has already been imported.
+        RuntimeError: if the real package has already been imported.
     """
     if any(isinstance(finder, Finder) and finder.package is package for finder in sys.meta_path):
         return False
     for root in package.roots:
         if root in sys.modules:
             raise RuntimeError(
-                f"compat.install({package.name!r}) replaces {root} with Paceline, but the real one has already been "
-                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call it first: before `import {root}`"
-                ", and before libraries that import it."
+                f"compat.install({package.name!r}) replaces {root} with Paceline, but the real {root} has already been "
+                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call compat.install first: before "
+                f"`import {root}`, and before importing libraries that use it."
             )
     early = [name for name in package.check_early if name in sys.modules]
     if early:
         messages.warn(
-            f"compat.install({package.name!r}) comes after the import of {messages.names(early, last='and')}, which "
-            f"may already have decided that {package.name} is not installed. Call it before importing them."
+            f"compat.install({package.name!r}) was called after importing {messages.names(early, last='and')}, which "
+            f"may already have decided that {package.name} is not installed. Call compat.install before that import."
         )
     sys.meta_path.insert(0, Finder(package))
     importlib.invalidate_caches()

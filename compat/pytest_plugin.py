@@ -1,4 +1,4 @@
-"""Pytest's entry point: replace the packages that the variable ``PACELINE_STANDS_IN`` lists in tests too."""
+"""Pytest plugin that replaces the packages listed in the environment variable ``PACELINE_STANDS_IN`` in tests, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data: the DataModule, the accepted kinds of loaders, and how their batches reach the step."""
+"""Data loading: the DataModule, the supported kinds of loaders, and how their batches reach the step."""
 
 from __future__ import annotations
 

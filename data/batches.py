@@ -1,4 +1,4 @@
-"""Iterate over one epoch's batches of a loader, optionally moving them to the device and fetching one ahead."""
+"""Iterate over a loader's batches for one epoch, optionally moving them to the device and fetching one ahead."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _END = object()
 
 
 class Batches:
-    """The batches of one epoch: ``loader``'s batches from index ``skip`` up to ``limit``.
+    """The batches of one epoch: those of ``loader`` from index ``skip`` up to ``limit``.
 
-    Without ``move`` and ``lookahead`` iterating costs no Python call per batch: ``iter()`` returns the loader's own
-    iterator. Call :meth:`close` when done, also after an exception, so that worker processes end at once.
+    Without ``move`` and ``lookahead``, iterating costs no Python call per batch, because ``iter()`` returns the
+    loader's own iterator. Call :meth:`close` when done, even after an exception, so that worker processes exit at once.
 
     Args:
         loader: a DataLoader, a :class:`CombinedLoader` (only its batches, without indices) or any iterable.
-        move: moves a batch to the device; None if batches stay where they are.
-        lookahead: fetch (and move) the next batch before yielding the current one, so that the last batch is known to
-            be the last. If fetching fails, the current batch is still yielded before the error is raised.
-        limit: number of batches at which the epoch ends if the loader does not end earlier; ``inf`` for no limit.
-            Nothing is fetched past it, or past the loader's length.
-        agree: for several processes whose loaders have no known length: returns whether every process has a batch. The
-            epoch ends on all processes when it ends on one; needs ``lookahead``.
+        move: moves a batch to the device; None leaves batches where they are.
+        lookahead: fetch (and move) the next batch before yielding the current one, so that it is known whether the
+            current batch is the last. If fetching fails, the current batch is still yielded before the error is raised.
+        limit: number of batches after which the epoch ends if the loader does not end earlier; ``inf`` means no limit.
+            No batch is fetched past the limit or past the loader's length.
+        agree: function for several processes whose loaders have no known length. It receives whether this process has
+            a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
         skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
-            DataLoader skips them without loading anything; other loaders fetch and drop them.
-        seed: workers that load by index seed their random states from this and each batch's number; None keeps
-            torch's seeding.
+            DataLoader skips them without loading anything; other loaders fetch and discard them.
+        seed: number from which, together with each batch's index, workers that load by index seed their random states;
+            None keeps torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
         prepare: with ``lookahead``, called before the first batch is fetched.
 
     Attributes:
-        before_ahead: the result of ``remember`` before the batch after the current one was fetched.
-        exhausted: whether the most recent batch is known to be the last. Stays False without ``lookahead``.
-        left_over: whether the epoch ended although this process had another batch.
+        before_ahead: what ``remember`` returned just before the batch after the current one was fetched.
+        exhausted: whether the most recent batch is known to be the last. Always False without ``lookahead``.
+        left_over: whether the epoch ended although this process still had a batch.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Batches:
         return self._iterator
 
     def close(self) -> None:
-        """End an unfinished pass: stop its worker processes (unless they are persistent) and close generators."""
+        """Stop an unfinished pass: end its worker processes (unless they are persistent) and close its generators."""
         iterator, source = self._iterator, self._source
         self._iterator = self._source = None
         if isinstance(iterator, Generator):
@@ -117,7 +117,7 @@ class Batches:
             return iter(())
         source, dropped = self._open()
         self._source = source
-        self._drop(source, dropped)  # at once, so that random states can be restored after it
+        self._drop(source, dropped)  # done now, so that random states can be restored afterwards
         if not isinstance(self._loader, CombinedLoader):
             source = within_length(self._loader, source, self._skip)
         if limited:
@@ -136,7 +136,7 @@ class Batches:
         return self._one_ahead(first, source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
-        """The loader's iterator, and how many of its batches still have to be dropped."""
+        """Return the loader's iterator and the number of its batches that still have to be discarded."""
         loader = self._loader
         if isinstance(loader, CombinedLoader):
             jumps = all(can_jump(leaf) for leaf in loader.flattened) and loader.counts_passes
@@ -150,17 +150,17 @@ class Batches:
         return iterate(leaf, start, None if self._seed is None else mixed(self._seed, index, number))
 
     def _drop(self, source: Iterator[Any], count: int) -> None:
-        """Fetch and drop batches that are already done, and report how long that took."""
+        """Fetch and discard batches that are already done, and report how long that took."""
         if not count or isinstance(self._loader, (Sequence, Shard)):
             next(islice(source, count, count), None)
             return
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Resuming at batch {count} of the epoch: {count} batches were loaded and discarded to get there, which "
-            f"took {perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the "
-            "middle. To avoid that, use a map-style dataset, or a loader (or, without workers, an iterable dataset) "
-            "that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
+            f"Resuming at batch {count} of the epoch. To get there, {count} batches were loaded and discarded in "
+            f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
+            "To avoid that, use a map-style dataset, or a loader (or, without workers, an iterable dataset) that has "
+            "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )
 
@@ -188,19 +188,20 @@ class Batches:
 
 
 class HandOver:
-    """The iterator that steps with the argument ``dataloader_iter`` receive, so that they can fetch batches themselves.
+    """The iterator passed to steps that take ``dataloader_iter`` and fetch batches themselves.
 
     The loop iterates over this object, which yields itself once per step.
 
     Args:
-        batches: created with ``lookahead``, so that the last batch is known to be the last.
+        batches: the batches. They must have ``lookahead``, so that it is known whether a batch is the last.
         start: index of the first batch.
-        metrics: receives each batch; the batch's size is the weight of logged values.
-        dataloader_idx: index of the loader among those of an evaluation.
+        metrics: receives each batch, because the batch size is the weight of logged values.
+        dataloader_idx: index of the loader among the loaders of an evaluation.
 
     Attributes:
-        taken: batches fetched so far.
-        last: what was fetched last: batch, ``batch_idx`` and ``dataloader_idx``; None and zeros before that.
+        taken: number of batches fetched so far.
+        last: the last fetched batch, its ``batch_idx`` and its ``dataloader_idx``; None and zeros before the first
+            fetch.
     """
 
     def __init__(self, batches: Batches, start: int, metrics: MetricStore, dataloader_idx: int = 0) -> None:
@@ -214,11 +215,11 @@ class HandOver:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no batch is left."""
+        """Whether no batches are left."""
         return self._batches.exhausted
 
     def close(self) -> None:
-        """End an unfinished pass."""
+        """Stop an unfinished pass."""
         self._batches.close()
 
     def __iter__(self) -> Iterator[HandOver]:
@@ -238,10 +239,10 @@ class HandOver:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension of the first tensor in it, None if there is none.
+    """Return the number of samples in a batch: the first dimension of its first tensor, or None if it has no tensor.
 
     Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. If
-    an object has a ``batch_size`` (or ``num_graphs``), that is used.
+    an object has a ``batch_size`` (or ``num_graphs``) attribute, its value is used.
     """
     kind, first = type(batch), batch
     if kind is tuple or kind is list:
@@ -254,13 +255,13 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def conflicting_sizes(batch: Any) -> tuple[int, ...]:
-    """Return the distinct first dimensions of a batch's tensors, in order, if they differ; else an empty tuple."""
+    """Return the distinct first dimensions of a batch's tensors, in order; an empty tuple if they are all equal."""
     sizes = tuple(dict.fromkeys(_sizes(batch, set(), scalars=False)))
     return sizes if len(sizes) > 1 else ()
 
 
 def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
-    """First dimensions of the tensors in ``value``, in order."""
+    """Yield the first dimensions of the tensors in ``value``, in order."""
     if isinstance(value, Tensor):
         if value.dim():
             yield value.shape[0]
@@ -279,7 +280,7 @@ def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
 
 
 def _own_size(value: Any) -> int | None:
-    """The batch size that an object itself has as an attribute; None if it has none."""
+    """Return the batch size that an object has as an attribute; None if it has none."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, (str, bytes, tuple, list)) or type(value) is dict:
@@ -294,7 +295,7 @@ def _own_size(value: Any) -> int | None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The entries or attributes of a container or an object; empty if it cannot hold a batch's tensors."""
+    """Return the entries of a container or the attributes of an object; empty if it cannot contain tensors."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple)):

@@ -26,20 +26,21 @@ Build = Callable[[Sequence[Any]], Any]
 
 
 class CombinedLoader:
-    """Iterates over several loaders together. Yields ``(batch, batch_idx, dataloader_idx)``.
+    """Iterates over several loaders together and yields ``(batch, batch_idx, dataloader_idx)``.
 
-    Except in ``"sequential"`` mode, a batch has the structure of ``iterables`` with a batch for each loader, and
-    ``dataloader_idx`` is 0.
+    Except in ``"sequential"`` mode, a batch has the structure of ``iterables``, with a batch in place of each loader,
+    and ``dataloader_idx`` is 0.
 
     * ``"min_size"``: ends when the shortest loader ends.
-    * ``"max_size"``: ends when the longest loader ends; loaders that ended earlier give None.
-    * ``"max_size_cycle"``: ends when the longest loader ends; shorter ones start over.
-    * ``"sequential"``: one loader after the other; ``batch_idx`` restarts for each, ``dataloader_idx`` is its index.
+    * ``"max_size"``: ends when the longest loader ends; loaders that ended earlier yield None.
+    * ``"max_size_cycle"``: ends when the longest loader ends; shorter loaders start over.
+    * ``"sequential"``: one loader after the other; ``batch_idx`` restarts with each loader, and ``dataloader_idx`` is
+      the loader's index.
 
     Args:
         iterables: a loader, or lists, tuples, mappings and dataclasses of loaders, nested to any depth. A list that
-            contains no loaders is itself one loader: a list of batches.
-        mode: how the loaders are combined.
+            contains no loaders counts as a single loader, namely a list of batches.
+        mode: how to combine the loaders.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -57,12 +58,12 @@ class CombinedLoader:
 
     @property
     def iterables(self) -> Any:
-        """The loaders in the structure they were given in."""
+        """The loaders, in the structure in which they were passed."""
         return self._build(self._flattened)
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders in order. Setting it replaces them in the same structure."""
+        """The loaders in order. Setting this property replaces the loaders and keeps the structure."""
         return self._flattened
 
     @flattened.setter
@@ -76,9 +77,9 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches per loader and pass; None for all. A single number applies to every loader.
+        """The maximum number of batches per loader and pass; None means all. A single number applies to every loader.
 
-        A shorter loader in ``"max_size_cycle"`` starts over at its limit.
+        In ``"max_size_cycle"`` mode, a shorter loader starts over at its limit.
         """
         return self._limits
 
@@ -91,7 +92,7 @@ class CombinedLoader:
         if len(values) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader.limits={values} has {len(values)} entries for {len(self._flattened)} loaders. "
-                "Set one number for all loaders, or one for each."
+                "Set a single number for all loaders, or one number for each loader."
             )
         if any(value < 0 for value in values):
             raise ValueError(f"CombinedLoader.limits={values} has a negative entry. Use 0 or more, or float('inf').")
@@ -99,12 +100,12 @@ class CombinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """Each loader's sampler (None without one), in the structure of ``iterables``."""
+        """Each loader's sampler (None if it has none), in the structure of ``iterables``."""
         return self._build([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
-        """Each loader's batch sampler (None without one), in the structure of ``iterables``."""
+        """Each loader's batch sampler (None if it has none), in the structure of ``iterables``."""
         return self._build([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def __len__(self) -> int:
@@ -112,9 +113,9 @@ class CombinedLoader:
         if None in lengths:
             index = lengths.index(None)
             raise TypeError(
-                f"The length of this CombinedLoader is unknown: loader {index} "
+                f"The length of this CombinedLoader is unknown, because loader {index} "
                 f"({type(self._flattened[index]).__name__}) has no __len__. Its entry in `limits` is only an upper "
-                "bound. Define __len__ in the loader if you need the length."
+                "bound. If you need the length, define __len__ in the loader."
             )
         known = [length for length in lengths if length is not None]
         if self._mode == "sequential":
@@ -138,9 +139,9 @@ class CombinedLoader:
         """Iterate over the combined batches without the indices.
 
         Args:
-            start: number of batches to skip at the beginning; needs :attr:`counts_passes`.
-            open_leaf: ``open_leaf(loader, start, index, number)`` returns the iterator of a loader's pass ``number``
-                from its batch ``start``.
+            start: number of batches to skip at the beginning; must be 0 unless :attr:`counts_passes` is True.
+            open_leaf: ``open_leaf(loader, start, index, number)`` returns the iterator for a loader's pass ``number``,
+                starting at batch ``start``.
         """
         if self._mode == "sequential":
             return self._one_by_one()
@@ -161,23 +162,23 @@ class CombinedLoader:
                 close_iterator(one.iterator)
 
     def reset(self) -> None:
-        """End earlier passes, and the worker processes of loaders with persistent workers."""
+        """Stop earlier passes and shut down persistent workers."""
         for loader in self._flattened:
             end_persistent_workers(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the loaders; None for a loader without ``state_dict``."""
+        """Return the states of the loaders, with None for each loader that has no ``state_dict``."""
         return {
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in self._flattened]
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the loaders must be the same as when it was saved, in the same order."""
+        """Restore the state that :meth:`state_dict` returned. The loaders must be the same, in the same order."""
         states = state_dict["loaders"]
         if len(states) != len(self._flattened):
             raise ValueError(
                 f"The state is from {len(states)} loaders, but this CombinedLoader has {len(self._flattened)}. "
-                "Create it with the same loaders as when the state was saved."
+                "Create it with the same loaders as the one that was saved."
             )
         for loader, state in zip(self._flattened, states, strict=True):
             if state is not None:
@@ -189,7 +190,7 @@ class CombinedLoader:
         return int(self._limits[index])
 
     def _lengths(self) -> list[int | None]:
-        """Number of batches per pass of each loader; None if unknown."""
+        """Return the number of batches in a pass over each loader; None if unknown."""
         lengths = []
         for index, loader in enumerate(self._flattened):
             length, limit = length_of(loader), self._limit(index)
@@ -197,13 +198,13 @@ class CombinedLoader:
         return lengths
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
-        """A new pass over one loader: an iterator to read, which ends at the limit, and an iterator to close."""
+        """Start a pass over one loader; return an iterator to read, which ends at the limit, and one to close."""
         loader = self._flattened[index]
         iterator = iterate(loader)
         return islice(within_length(loader, iterator), self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
-        """The batches of all loaders at each step."""
+        """Iterate over the steps; each item holds the batches of all loaders."""
         if self._mode == "max_size_cycle":
             return self._cycled(passes, start)
         sources = [one.source for one in passes]
@@ -226,7 +227,7 @@ class CombinedLoader:
 
 
 class _Pass:
-    """One pass over one loader: read ``source``, which ends at the limit, and close ``iterator``."""
+    """A pass over one loader. Read ``source``, which ends at the limit, and close ``iterator`` afterwards."""
 
     def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
         self.combined, self.index = combined, index
@@ -255,8 +256,8 @@ class _Pass:
         if part is _END:
             raise ValueError(
                 f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
-                "one, and yielded no batch when it was started over. An empty loader, or an iterator that can be read "
-                "only once, cannot cycle: pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
+                "one and yielded no batches when restarted. An empty loader, or an iterator that can be read "
+                "only once, cannot cycle. Pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
             )
         return part
 
@@ -265,7 +266,7 @@ _END = object()
 
 
 def is_loader(value: Any) -> bool:
-    """Whether a value in a collection is a loader: a DataLoader, or an iterable that cannot be (part of) a batch."""
+    """Return True if a value is a loader: a DataLoader, or an iterable that cannot be a batch or a part of one."""
     if isinstance(value, (DataLoader, CombinedLoader)):
         return True
     if isinstance(value, (type, str, bytes, Number, Sequence, Mapping, Set, Tensor)):
@@ -274,12 +275,12 @@ def is_loader(value: Any) -> bool:
 
 
 def holds_loaders(value: Any) -> bool:
-    """Whether a list, tuple, mapping or dataclass contains a loader, at any depth."""
+    """Return True if a list, tuple, mapping or dataclass contains a loader, at any depth."""
     return any(is_loader(entry) or holds_loaders(entry) for entry in _entries(value))
 
 
 def close_iterator(iterator: Iterator[Any]) -> None:
-    """End an unfinished iterator: close a generator, or shut down a DataLoader's workers unless they are persistent."""
+    """Stop an unfinished iterator: close a generator, or shut down a DataLoader's non-persistent workers."""
     if isinstance(iterator, Generator):
         iterator.close()
     else:
@@ -287,10 +288,10 @@ def close_iterator(iterator: Iterator[Any]) -> None:
 
 
 def end_persistent_workers(loader: Any) -> None:
-    """Shut down the worker processes that a loader keeps for its next pass, if any; that pass then starts new ones.
+    """Shut down the worker processes, if any, that a loader keeps for its next pass. That pass then starts new ones.
 
-    Left to the garbage collector, each would take five seconds to end, because the queues through which torch tells
-    workers to end are closed first (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
+    If workers were left to the garbage collector, each would take five seconds to exit, because torch first closes the
+    queues through which it tells workers to exit (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
     """
     if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:
         forget_iterator(loader)
@@ -316,7 +317,7 @@ def _entries(value: Any) -> Iterable[Any]:
 
 
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
-    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it from one value per loader."""
+    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it with one value per loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
     if not is_container or not (outermost or holds_loaders(value)):
         return _compile_leaf(value, leaves, path)
@@ -345,7 +346,7 @@ def _compile_leaf(value: Any, leaves: list[Any], path: str) -> Build:
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """``values`` as a mapping of the same type."""
+    """Return ``values`` as a mapping of the same type as ``mapping``."""
     if type(mapping) is dict:
         return values
     result: Any = copy.copy(mapping)

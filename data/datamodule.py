@@ -1,4 +1,4 @@
-"""The DataModule: downloads a run's data, splits it and makes its loaders."""
+"""The DataModule, which downloads a run's data, splits it and creates its loaders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predi
 
 
 class DataModule(HyperparametersMixin):
-    """A run's data: how it is obtained and split, and its loaders. Subclass it and define the loaders you need.
+    """Defines a run's data: how to obtain it, how to split it, and its loaders.
 
-    A hook counts as defined if your class defines it or it is set on the instance.
+    Subclass it and define the loaders you need. A hook counts as defined if your class defines it or if it is set on
+    the instance.
 
     Attributes:
-        trainer: the Trainer that uses this data module; None before it is used.
+        trainer: the Trainer that uses this data module; None before a run starts.
         prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
-        allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batch at all.
+        allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batches at all.
 
     Example:
         >>> class Digits(DataModule):
@@ -43,7 +44,7 @@ class DataModule(HyperparametersMixin):
         ...         return DataLoader(self.data, batch_size=4, shuffle=True)
     """
 
-    #: Checkpoint keys of the hyperparameters: their values, the argument that takes all of them, and their type.
+    #: Checkpoint keys for the hyperparameters: their values, the argument that takes all of them, and their type.
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "datamodule_hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "datamodule_hparams_type"
@@ -58,16 +59,16 @@ class DataModule(HyperparametersMixin):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
-        """Called before :meth:`setup`, in one process per node (or a single one). Download here; set no state."""
+        """Called before :meth:`setup`, on one process per node or on rank 0 only. Download data, but set no state."""
 
     def setup(self, stage: str) -> None:
         """Called when fit, validate, test or predict begins, in every process. Create the datasets and splits here."""
 
     def teardown(self, stage: str) -> None:
-        """Called when fit, validate, test or predict has ended, also after an exception, in every process."""
+        """Called when fit, validate, test or predict has ended, even after an exception, in every process."""
 
     def train_dataloader(self) -> Any:
-        """Return the training data: a DataLoader, any iterable of batches, or a collection of them."""
+        """Return the loader or loaders for training: a DataLoader, an iterable of batches, or a collection of them."""
         raise self._undefined("train_dataloader", "fit")
 
     def val_dataloader(self) -> Any:
@@ -75,27 +76,27 @@ class DataModule(HyperparametersMixin):
         raise self._undefined("val_dataloader", "validate")
 
     def test_dataloader(self) -> Any:
-        """Return the loader or loaders for test."""
+        """Return the loader or loaders for testing."""
         raise self._undefined("test_dataloader", "test")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader or loaders for predict."""
+        """Return the loader or loaders for prediction."""
         raise self._undefined("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Called before a batch moves to the device, while it is on the CPU. Return the batch, changed or not."""
+        """Called before a batch moves to the device, while it is still on the CPU. Return the batch, changed or not."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device (and convert it to the run's input dtype) and return it.
+        """Move a batch to the device, convert it to the run's input dtype, and return it.
 
-        Define it for batch types that Paceline cannot traverse.
+        Define this method for batch types that Paceline cannot traverse.
         """
         dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
         return device_transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Called after a batch has moved to the device. Return it, changed or not; augment on the device here."""
+        """Called after a batch has moved to the device. Return it, changed or not. Augment data on the device here."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class DataModule(HyperparametersMixin):
         """Restore the state that :meth:`state_dict` returned when the checkpoint was written."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when an exception, including Ctrl-C, ended the run early."""
+        """Called when an exception or Ctrl-C stops the run early."""
 
     @classmethod
     def from_datasets(
@@ -119,15 +120,15 @@ class DataModule(HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Create a data module from datasets. A list or mapping of datasets gives a list or mapping of loaders.
+        """Create a data module from datasets. A list or mapping of datasets becomes a list or mapping of loaders.
 
         Args:
-            train_dataset: shuffled every epoch, unless it is an ``IterableDataset``.
-            val_dataset: not shuffled, like the next two.
-            test_dataset: for ``test``.
-            predict_dataset: for ``predict``.
-            batch_size: samples per batch.
-            num_workers: worker processes per loader; 0 loads in the main process.
+            train_dataset: for training; shuffled every epoch, unless it is an ``IterableDataset``.
+            val_dataset: for validation; not shuffled.
+            test_dataset: for testing; not shuffled.
+            predict_dataset: for prediction; not shuffled.
+            batch_size: number of samples per batch.
+            num_workers: number of worker processes per loader; 0 loads in the main process.
             **datamodule_kwargs: further arguments for the class.
         """
         accepted = inspect.signature(cls).parameters
@@ -176,8 +177,8 @@ class DataModule(HyperparametersMixin):
     def _undefined(self, hook: str, entry_point: str) -> NotImplementedError:
         name = type(self).__name__
         return NotImplementedError(
-            f"{name} does not define {hook}(), but {entry_point} needs its batches. Define it in {name}, or pass the "
-            f"loader to {entry_point}."
+            f"{name} does not define {hook}(), but {entry_point} needs its batches. Define this method in {name}, or "
+            f"pass the loader to {entry_point}."
         )
 
 
@@ -209,7 +210,7 @@ class _LoaderOf:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether an entry of a list is a dataset; otherwise it is a sample, and the list is the dataset."""
+    """Return True if an entry of a list is a dataset. Otherwise, it is a sample, and the list is the dataset."""
     if isinstance(value, Dataset):
         return True
     sample = isinstance(value, (str, bytes, Sequence, Mapping, torch.Tensor)) or hasattr(value, "__array__")

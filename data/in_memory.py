@@ -1,4 +1,4 @@
-"""Fast batches of in-memory tensors: one indexing operation instead of fetching and stacking single samples."""
+"""Creates batches from in-memory tensors with one indexing operation, which is faster than stacking single samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rows:
 
     Args:
         data: the dataset.
-        tensors: its tensors, each of shape (samples, ...), on the CPU.
+        tensors: the dataset's tensors, each of shape (samples, ...), on the CPU.
         places: the indices of each ``Subset`` around the tensors, outermost first.
     """
 
@@ -28,11 +28,11 @@ class Rows:
         self.places = places
 
     def batches(self, indices: Iterable[Any], pinned: bool = False) -> Iterator[list[Tensor]]:
-        """Yield the batches that ``default_collate`` would make: lists of tensors of shape (batch size, ...).
+        """Yield the batches that ``default_collate`` would create: lists of tensors of shape (batch size, ...).
 
         Args:
-            indices: the indices of each batch: an int64 tensor of shape (batch size,), or a list of integers, which
-                takes longer. Other kinds, and negative indices, are looked up sample by sample, as torch does.
+            indices: the indices of each batch: an int64 tensor of shape (batch size,), or a list of integers, which is
+                slower. Other types and negative indices are looked up sample by sample, as in torch.
             pinned: whether to put the batches in pinned memory.
         """
         tensors, places = self.tensors, self.places
@@ -42,16 +42,16 @@ class Rows:
                 for place in places:
                     chosen = place.index_select(0, chosen)
                 batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            except Exception:  # unsupported or wrong indices: torch's way raises torch's own error
+            except Exception:  # unsupported or wrong indices: torch's own code raises its own error
                 batch = default_collate([self.data[index] for index in one])
             yield [tensor.pin_memory() for tensor in batch] if pinned else batch
 
 
 def rows_of(loader: DataLoader[Any]) -> Rows | None:
-    """The :class:`Rows` of a loader without workers, if indexing whole batches gives the same batches as torch.
+    """Return the :class:`Rows` of a loader if indexing entire batches gives the same batches as torch; otherwise None.
 
-    That is the case if the dataset is a ``TensorDataset`` or a ``Subset`` of one (``random_split``) on the CPU, and
-    torch's own iterator and ``default_collate`` make the batches. None for any other loader.
+    That is the case if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
+    (``random_split``) on the CPU, and torch's own iterator and ``default_collate`` create the batches.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:
         return None
@@ -75,7 +75,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _positions(indices: Any) -> Tensor | None:
-    """The indices of a ``Subset``; None for types that may be indexed differently."""
+    """Return the indices of a ``Subset`` as a tensor; None for types that may be indexed differently."""
     if type(indices) is Tensor:
         return indices.long() if indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64) else None
     if type(indices).__module__ == "numpy":
@@ -89,10 +89,10 @@ def _positions(indices: Any) -> Tensor | None:
 
 
 def _as_tensor(indices: Sequence[int]) -> Tensor:
-    """Indices as an int64 tensor; for a list five times as fast as ``torch.tensor``.
+    """Convert indices to an int64 tensor. For a list, this is five times as fast as ``torch.tensor``.
 
     Raises:
-        TypeError: the indices are not integers.
+        TypeError: if the indices are not integers.
     """
     if type(indices[0]) is bool:
         raise TypeError("A bool is not an index.")

@@ -1,4 +1,4 @@
-"""Accepted kinds of loaders, their number of batches, their shuffling and their saved states."""
+"""The supported kinds of loaders, their number of batches, their shuffling and their saved states."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from .uneven_shards import Shard
 
 _MISSING = object()
 
-#: States of the users' generators when :func:`announce_epoch` was last called; the newest come last.
+#: States of the user's generators when :func:`announce_epoch` was last called, newest last.
 _at_epoch_start: dict[torch.Generator, Tensor] = {}
 _MOST_GENERATORS = 64  # a limit, because torch 2.11 has no weak references to generators
 
 
 def is_loader_collection(loaders: Any) -> bool:
-    """Whether a list, tuple, mapping or dataclass contains loaders, at any depth; a list of batches is one loader.
+    """Return True if a list, tuple, mapping or dataclass contains loaders, at any depth.
 
-    The values of a mapping may also be lists of batches, since a mapping itself cannot be a loader.
+    A list of batches is a single loader, not a collection. The values of a mapping may be lists of batches, because a
+    mapping itself cannot be a loader.
     """
     if isinstance(loaders, Mapping):
         return holds_loaders(loaders) or any(
@@ -37,12 +38,12 @@ def is_loader_collection(loaders: Any) -> bool:
 
 
 def train_loader(loaders: Any) -> Iterable[Any]:
-    """Return the single loader for training; a collection becomes a ``CombinedLoader`` that ends with its longest."""
+    """Return one loader for training. A collection becomes a ``CombinedLoader`` that ends with its longest loader."""
     if isinstance(loaders, CombinedLoader):
         if loaders.mode == "sequential":
             raise ValueError(
-                "fit got a CombinedLoader with mode='sequential', but a training step uses batches of all loaders at "
-                "once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or join the datasets with "
+                "fit got a CombinedLoader with mode='sequential', but a training step uses batches from all loaders at "
+                "once. Use mode='max_size_cycle', 'min_size' or 'max_size', or join the datasets with "
                 "torch.utils.data.ConcatDataset."
             )
         return loaders
@@ -52,7 +53,7 @@ def train_loader(loaders: Any) -> Iterable[Any]:
 
 
 def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
-    """Return the loaders to evaluate, one after the other."""
+    """Return the loaders for an evaluation, which runs them one after the other."""
     if loaders is None:
         return []
     if isinstance(loaders, CombinedLoader):
@@ -65,7 +66,7 @@ def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
 
 
 def in_structure(given: Any, loaders: Sequence[Any]) -> Any:
-    """Loaders in the structure in which the user gave them: a list, dict or nested, or the only one."""
+    """Return loaders in the structure in which the user passed them: a single loader or a (nested) list or dict."""
     if not isinstance(given, CombinedLoader) and not is_loader_collection(given):
         return loaders[0] if loaders else None
     if isinstance(given, CombinedLoader) and given.mode != "sequential":
@@ -76,12 +77,12 @@ def in_structure(given: Any, loaders: Sequence[Any]) -> Any:
 
 
 def count_batches(loader: Any, limit: float | int | None, what: str) -> int | float:
-    """Return the number of batches per epoch under ``limit_*_batches``; ``inf`` if the loader has no known length.
+    """Return the number of batches per epoch with ``limit_*_batches``; ``inf`` if the loader has no known length.
 
     Args:
         loader: any loader.
         limit: a number of batches (int), a fraction of them (float), or None for all.
-        what: the loader's name in errors, such as ``"train_dataloader"``.
+        what: the loader's name for error messages, such as ``"train_dataloader"``.
     """
     argument = f"limit_{what.split('_')[0]}_batches"
     _check_limit(limit, argument)
@@ -96,8 +97,8 @@ def count_batches(loader: Any, limit: float | int | None, what: str) -> int | fl
         return float("inf") if length is None else length
     if length is None:
         raise ValueError(
-            f"{argument}={limit} asks for a fraction of {what}, but a {type(loader).__name__} without __len__ has no "
-            f"known number of batches. Pass a number of batches ({argument}=100) or 1.0."
+            f"{argument}={limit} is a fraction of {what}, but a {type(loader).__name__} without __len__ has no known "
+            f"number of batches. Pass a number of batches ({argument}=100), or 1.0 for all of them."
         )
     batches = int(length * limit + 1e-9)  # 0.29 * 100 is 28.999...
     if batches == 0:
@@ -113,7 +114,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
     seeds; both are reseeded each time. A generator that the user passed is left alone. All processes draw the same
-    order, and each takes its part of it; the seeds of workers that augment samples differ between processes.
+    order, and each process uses its part of it; the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
         samplers, shard = samplers_of(leaf), shard_of(leaf)
@@ -161,7 +162,7 @@ def release_shuffling(loader: Any) -> None:
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Return a loader's state for a checkpoint: its own ``state_dict`` and the states of the user's generators.
 
-    For a generator, this includes its current state and its state before the current epoch. None if the loader has
+    A generator's state is saved as it is now and as it was before the current epoch. Returns None if the loader has
     neither a ``state_dict`` nor generators.
     """
     states = [_leaf_state(leaf) for leaf in leaves_of(loader)]
@@ -171,17 +172,17 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
 def load_loader_state(
     loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False, same_ranks: bool = True
 ) -> bool:
-    """Restore what :func:`loader_state` returned; warn about states that do not fit the loader.
+    """Restore the state that :func:`loader_state` returned; warn about states that do not fit the loader.
 
     Args:
         loader: the current loader.
         state: the state of the saved run's loader.
         mid_epoch: whether the run resumes within an epoch, so that the order of that epoch is needed again.
-        same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, its position in
-            the data does not apply to this rank.
+        same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, the saved
+            position in the data does not apply to this rank.
 
     Returns:
-        Whether the loader restores its position itself, so that no batches have to be skipped.
+        True if the loader restores its position itself, so no batches have to be skipped.
     """
     if not state:
         return False
@@ -189,7 +190,7 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "the states are ignored and the data start over. To resume at the next batch, pass the saved run's "
+            "the states are ignored and the data starts over. To resume at the next batch, pass the saved run's "
             "loaders to fit."
         )
         return False
@@ -201,9 +202,10 @@ def load_loader_state(
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
-    """Function that captures the states that fetching a batch ahead changes; None if it changes none.
+    """Return a function that captures any state that prefetching a batch changes, or None if nothing changes.
 
-    Loading samples in this process draws from its random states, and a loader that saves its position advances it.
+    For example, loading samples in this process draws random numbers, and a loader that keeps track of its position
+    moves forward.
     """
     leaves = list(leaves_of(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
@@ -221,7 +223,7 @@ def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
 def without_shuffling(loader: Any) -> Any:
     """Return a loader that yields the same data in the same order every epoch, for ``overfit_batches``.
 
-    A DataLoader (or a subclass) is copied with a sequential sampler instead of its own; everything else stays the same.
+    A DataLoader (or a subclass) is copied with a sequential sampler in place of its own sampler.
     """
     if isinstance(loader, CombinedLoader):
         combined = CombinedLoader(loader.iterables, loader.mode)
@@ -236,31 +238,31 @@ def without_shuffling(loader: Any) -> Any:
         inner = None if batches is None else _in_order(batches.sampler, loader.dataset)  # type: ignore[attr-defined]
         return _with_samplers(loader, ordered, inner)
     raise ValueError(
-        f"overfit_batches needs the same batches every epoch, but the {type(loader).__name__} has a "
-        f"{type(batches).__name__} as batch_sampler, whose shuffling cannot be turned off (it has no `sampler`). "
-        "Pass a loader with batch_size= and shuffle=False, or use a batch sampler that does not shuffle and "
-        "limit_train_batches= instead of overfit_batches=."
+        f"overfit_batches needs the same batches every epoch, but the batch sampler of the {type(loader).__name__}, a "
+        f"{type(batches).__name__}, has no `sampler` attribute, so its shuffling cannot be turned off. Pass a loader "
+        "with batch_size= and shuffle=False. Or keep a batch sampler, one that does not shuffle, and replace "
+        "overfit_batches= with limit_train_batches=."
     )
 
 
 def advise(loader: Any, what: str) -> None:
-    """Warn once if an evaluation loader shuffles: this works but is probably not intended."""
+    """Warn once if an evaluation loader shuffles, which works but is probably not intended."""
     if what.startswith("train"):
         return
     if shuffles(loader):
         messages.warn_once(
-            f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
+            f"{what} shuffles (shuffle=True or a RandomSampler). Shuffling does not change the metrics, but outputs "
             "come in a different order every time. Use shuffle=False."
         )
 
 
 def shuffles(loader: Any) -> bool:
-    """Whether torch's ``RandomSampler`` orders a loader's samples."""
+    """Return True if torch's ``RandomSampler`` determines the order of a loader's samples."""
     return any(isinstance(sampler, RandomSampler) for leaf in leaves_of(loader) for sampler in samplers_of(leaf))
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The user's samplers in a loader: its batch sampler, its sampler, and the samplers inside them."""
+    """Return the user's samplers in a loader: its batch sampler, its sampler, and the samplers inside them."""
     loader = whole_of(loader)
     found: list[Any] = []
     pending = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -273,21 +275,21 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def users_generators(loader: Any) -> list[torch.Generator]:
-    """The generators that the user passed to a loader and its samplers, in the same order on all processes.
+    """Return the generators that the user passed to a loader and its samplers, in the same order on all processes.
 
-    Each process has its own copies, which may be seeded differently. If all processes take the states of one process
+    Each process has its own copies, which may be seeded differently. If all processes copy the states from one process
     before the first epoch of a fit, they agree on the order.
     """
     return [generator for leaf in leaves_of(loader) for generator in _generators(leaf)]
 
 
 def whole_of(loader: Any) -> Any:
-    """The user's original loader if this one yields one process's part of it; otherwise this loader."""
+    """Return the user's original loader if this loader yields one process's part of it; otherwise, this loader."""
     return getattr(loader, "paceline_whole", loader)
 
 
 def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
-    """Number of samples in a full batch of all ranks together; None if the loader has no known batch size."""
+    """Return the number of samples in a full batch across all ranks; None if the loader has no known batch size."""
     whole = whole_of(loader)
     if not isinstance(whole, DataLoader):
         return None
@@ -296,13 +298,13 @@ def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def shard_of(loader: Any) -> Any:
-    """The :class:`Shard` in a loader that selects one process's part; None if the loader yields everything."""
+    """Return the :class:`Shard` in a loader that selects one process's part; None if the loader yields everything."""
     places = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
     return next((place for place in places if isinstance(place, Shard)), None)
 
 
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A copy of a loader with some attributes replaced, even those that a loader does not allow to be set."""
+    """Return a copy of a loader with some attributes replaced, even those that a loader does not allow you to set."""
     clone = copy.copy(loader)
     clone.__dict__.update(attributes)
     forget_iterator(clone)  # the two must not share a running iterator
@@ -310,30 +312,30 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
 
 
 class _EpochGenerator(torch.Generator):
-    """A generator that Paceline set in a sampler or loader and seeds before each epoch."""
+    """A generator that Paceline sets on a sampler or loader and reseeds before each epoch."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
 def _single(loader: Any) -> Iterable[Any]:
-    """Return the loader, after checking that it can be iterated over for batches."""
+    """Return the loader after checking that it is an iterable of batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
             f"A dataset ({type(loader).__name__}) was passed as a loader, so every sample would be a separate batch. "
-            "Pass DataLoader(dataset, batch_size=...), with batch_size=None if its items already are batches."
+            "Pass DataLoader(dataset, batch_size=...), with batch_size=None if its items are already batches."
         )
     if isinstance(loader, Tensor):
         raise TypeError(
             f"A tensor of shape {tuple(loader.shape)} was passed as a loader, so every row would be a separate batch. "
-            "Pass DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows already are batches."
+            "Pass DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows are already batches."
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
         return loader
     raise TypeError(
-        f"{_short(loader)} ({type(loader).__name__}) was passed as a loader, but it contains no batches to iterate "
-        "over. Pass a DataLoader, any iterable of batches, or a list or dict of loaders."
+        f"{_short(loader)} ({type(loader).__name__}) was passed as a loader, but it is not an iterable of batches. "
+        "Pass a DataLoader, any iterable of batches, or a list or dict of loaders."
     )
 
 
@@ -348,11 +350,11 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise TypeError(
             f"{argument}={limit!r} is {messages.a(limit)}. Pass a number of batches (int), a fraction (float "
-            "between 0 and 1), or None for all."
+            "from 0 to 1), or None for all."
         )
     if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
-        hint = f"; for {int(limit)} batches use {int(limit)}" if limit.is_integer() and limit > 1 else ""
-        raise ValueError(f"{argument}={limit} is a float, meaning a fraction, and must be between 0.0 and 1.0{hint}.")
+        hint = f"; for {int(limit)} batches, use {int(limit)}" if limit.is_integer() and limit > 1 else ""
+        raise ValueError(f"{argument}={limit} is a float, so it is a fraction and must be from 0.0 to 1.0{hint}.")
     if limit < 0:
         raise ValueError(f"{argument}={limit} is negative. Pass 0 or more batches, or None for all.")
 
@@ -361,8 +363,8 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
     if isinstance(loader, CombinedLoader):
         lengths = ", ".join(f"{type(leaf).__name__}: {length_of(leaf)}" for leaf in loader.flattened)
         return (
-            f"{what} has no batch: the CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]. "
-            f"Fill or remove the empty ones, or skip all of them with {argument}=0."
+            f"{what} has no batches. Its CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]."
+            f" Fill or remove the empty loaders, or skip all of them with {argument}=0."
         )
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
@@ -370,16 +372,17 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
         shard = shard_of(loader)
         each = "" if shard is None or shard.division.evaluation else f" on each of {shard.division.world} processes"
         return (
-            f"{what} has no batch: its {samples} samples do not fill one batch of batch_size={batch_size}{each}, and "
-            "drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
+            f"{what} has no batches, because its {samples} samples do not fill one batch of batch_size={batch_size}"
+            f"{each}, and drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
         )
     return (
-        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check its dataset, or skip it with {argument}=0."
+        f"{what} is empty, because the length of its {type(loader).__name__} is 0. Check the dataset, or skip the "
+        f"loader with {argument}=0."
     )
 
 
 def leaves_of(loader: Any) -> Iterator[Any]:
-    """The loader itself, or the loaders that a CombinedLoader combines."""
+    """Yield the loader itself or, for a CombinedLoader, the loaders that it combines."""
     if isinstance(loader, CombinedLoader):
         for leaf in loader.flattened:
             yield from leaves_of(leaf)
@@ -392,7 +395,7 @@ def _is_stateful(thing: Any) -> bool:
 
 
 def _positioned(loader: Any) -> Any:
-    """The object that saves a loader's position: the loader, or an iterable dataset that it reads in this process."""
+    """Return the object that saves a loader's position: the loader, or an iterable dataset read in this process."""
     if _is_stateful(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -401,13 +404,13 @@ def _positioned(loader: Any) -> Any:
 
 
 def _saves_position(loader: Any) -> bool:
-    """Whether a loader, or every loader combined in step, can resume at its position from its own state."""
+    """Return True if a loader, or every loader in a combination, can resume at its position from its own state."""
     in_step = getattr(loader, "mode", "") != "max_size_cycle"
     return in_step and all(_positioned(leaf) is not None for leaf in leaves_of(loader))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that the user passed to a loader or its samplers."""
+    """Return the generators that the user passed to a loader or its samplers."""
     found: list[torch.Generator] = []
     for owner in (loader, *samplers_of(loader)):
         generator = getattr(owner, "generator", None)
@@ -438,7 +441,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     elif positions and "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
     shard = shard_of(loader)
-    # A shard with a sampler goes through the whole order again, wherever the loader resumes.
+    # A shard with a sampler goes through the full order again, wherever the loader resumes.
     draws_anew = not positioned or (shard is not None and not shard.alike)
     saved = state.get("generators_at_epoch_start" if mid_epoch and draws_anew else "generators", [])
     generators = _generators(loader)
@@ -451,13 +454,14 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore. The order of the data will differ from the saved run. Pass the saved run's loader to fit."
+            "restore, so the order of the data will differ from the saved run. To avoid that, pass the saved run's "
+            "loader to fit."
         )
     return positioned
 
 
 def _in_order(sampler: Any, dataset: Any) -> Any:
-    """A sampler of the same samples in a fixed order."""
+    """Return a sampler that yields the same samples in a fixed order."""
     if isinstance(sampler, (SequentialSampler, Sequence)):
         return sampler
     if isinstance(sampler, DistributedSampler):
@@ -469,7 +473,7 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 
 
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
-    """A copy of a loader with other samplers; ``inner`` becomes the sampler of a copy of its batch sampler."""
+    """Return a copy of a loader with other samplers; ``inner`` becomes the sampler in a copy of its batch sampler."""
     changes: dict[str, Any] = {"sampler": sampler}
     if inner is not None:
         batches: Any = copy.copy(loader.batch_sampler)

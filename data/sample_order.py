@@ -1,4 +1,4 @@
-"""Iterate over a loader from any batch, by skipping indices instead of loading and dropping batches."""
+"""Start iterating over a loader at any batch, by skipping indices instead of loading and discarding batches."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .in_memory import rows_of
 from .uneven_shards import Shard
 from .worker_processes import start_iterating
 
-#: Module of torchdata's BatchSampler, which groups indices as torch's does and can save its position.
+#: Module of torchdata's BatchSampler, which groups indices like torch's and can save its position.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
-#: Builtin iterators, which run no other code: reading past their last item draws no random number and reads no data.
+#: Built-in iterators, which run no other code. Reading past their last item draws no random numbers and reads no data.
 RUN_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 _REACHED = object()
@@ -37,10 +37,10 @@ _PIECES = 1024
 
 
 def from_item(sampler: Any, count: int) -> Iterator[Any]:
-    """The items of a sampler, starting at number ``count``.
+    """Return the items of a sampler, starting at number ``count``.
 
-    Skipping items is almost free for torch's own samplers; the user's samplers are iterated over. When this returns,
-    exactly the skipped items have been drawn. Only torch's samplers are read past their length.
+    Skipping items is almost free for torch's own samplers; the user's samplers are iterated over. When this function
+    returns, exactly the skipped items have been drawn. Only torch's samplers are read past their length.
     """
     if not count:
         return _from_first(sampler)
@@ -63,7 +63,7 @@ def from_item(sampler: Any, count: int) -> Iterator[Any]:
 
 
 class _Inside:
-    """The items of a sampler up to its length; calls ``iter(sampler)`` only when it is iterated over, as torch does."""
+    """The items of a sampler up to its length. As in torch, ``iter(sampler)`` is called only when iteration starts."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -85,7 +85,7 @@ def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any
 
 
 def _from_first(sampler: Any) -> Iterator[Any]:
-    """``iter(sampler)``, except that only torch's samplers are read past their length."""
+    """Like ``iter(sampler)``, except that only torch's samplers are read past their length."""
     if _ends_by_itself(sampler):
         return iter(sampler)
     if cuts(sampler):
@@ -94,9 +94,9 @@ def _from_first(sampler: Any) -> Iterator[Any]:
 
 
 def _ends_by_itself(sampler: Any) -> bool:
-    """Whether a sampler must be read to its end, because torch's samplers draw from their generators there.
+    """Return True if a sampler must be read to its end, because torch's samplers draw from their generators there.
 
-    A dataset that saves its position must be read to its end too, so that it returns to its beginning.
+    A dataset that saves its position must also be read to its end, so that it returns to its beginning.
     """
     source = sampler.sampler if cuts(sampler) else sampler
     module = type(source).__module__
@@ -106,7 +106,7 @@ def _ends_by_itself(sampler: Any) -> bool:
 
 
 def cuts(sampler: Any) -> bool:
-    """Whether a batch sampler only groups the items of its sampler into batches."""
+    """Return True if a batch sampler only groups the items of its sampler into batches."""
     plain = type(sampler).__iter__ is BatchSampler.__iter__ or type(sampler).__module__ == _STATEFUL_SAMPLERS
     return isinstance(sampler, BatchSampler) and plain
 
@@ -117,14 +117,14 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """The items of a ``RandomSampler``. At its end it draws one more permutation, for an empty remainder."""
+    """Yield the items of a ``RandomSampler``. At the end, draw one more permutation, as torch does for a remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
     yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
     torch.randperm(size, generator=sampler.generator)
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """A batch sampler's batches, starting at number ``start``; as tensors instead of lists if the order is torch's."""
+    """Return a batch sampler's batches from number ``start`` on, as tensors (not lists) if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -132,7 +132,7 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
 
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
-    """The batches of one permutation, without a Python call for each."""
+    """Return the batches of one permutation, without a Python call for each batch."""
     return chain.from_iterable(_pieces(sampler, source, start))
 
 
@@ -143,16 +143,16 @@ def _pieces(sampler: Any, source: SequentialSampler | RandomSampler, start: int)
     for first in range(start * size, full, size * _PIECES):
         yield order[first : min(first + size * _PIECES, full)].split(size)
     if drawn is not None:
-        drawn()  # as RandomSampler does at its end, for an empty remainder
+        drawn()  # at its end, RandomSampler does the same for an empty remainder
     if len(order) > max(full, start * size) and not sampler.drop_last:
         yield (order[full:],)
 
 
 class NumberedIndices:
-    """The indices and the number of a batch, for a data loader worker. Unpickling gives only the indices.
+    """The indices and the number of a batch for a data loader worker. Unpickling returns only the indices.
 
-    A worker unpickles a batch's indices right before it loads the batch, so unpickling also sets its random states.
-    They then depend on the batch and not on what else the worker has loaded.
+    A worker unpickles a batch's indices right before it loads the batch, so unpickling also sets the worker's random
+    states. They then depend on the batch and not on other batches that the worker has loaded.
     """
 
     __slots__ = ("indices", "number", "seed")
@@ -170,12 +170,12 @@ def _seeded(indices: Any, seed: int, number: int) -> Any:
 
 
 class Order:
-    """Replaces a loader's sampler during one iteration: starts at any batch, and numbers batches for workers.
+    """Replaces a loader's sampler for one iteration, to start at any batch and to number batches for workers.
 
     Args:
-        sampler: the sampler that it replaces.
+        sampler: the sampler to replace.
         in_workers: whether worker processes load the batches.
-        at_once: whether it may yield tensors instead of lists of indices.
+        at_once: whether to yield tensors instead of lists of indices where possible.
     """
 
     def __init__(self, sampler: Any, in_workers: bool, at_once: bool) -> None:
@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the items before the start now. Not needed with workers, which already have their first batches."""
+        """Draw the skipped items now. With workers, do nothing, because they already have their first batches."""
         if self.start and not self.in_workers:
             next(self.opened)
 
@@ -207,7 +207,7 @@ class Order:
         yield from items
 
     def _numbered(self) -> Iterator[Any]:
-        start, seed = self.start, self.seed  # read at the first item: a loader with workers calls iter() twice
+        start, seed = self.start, self.seed  # read at the first item, because a loader with workers calls iter() twice
         items = from_item(self.sampler, start)
         if seed is None:
             yield from items
@@ -217,7 +217,7 @@ class Order:
 
 
 def length_of(loader: Any) -> int | None:
-    """Number of batches, or None if the loader has no known length."""
+    """Return the number of batches, or None if the loader has no known length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -227,8 +227,8 @@ def length_of(loader: Any) -> int | None:
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
     """Limit a loader's iterator, which is at batch number ``start``, to the loader's length.
 
-    The iterator is read past its last batch only if that runs no user code in this process, or if a saved position
-    has to return to the beginning.
+    The iterator is read past its last batch only if this runs no user code in this process, or if a saved position has
+    to return to the beginning.
     """
     length = length_of(loader)
     if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):
@@ -238,7 +238,7 @@ def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Itera
 
 
 def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
-    """Whether reading an iterator to its end never reads user code past its length."""
+    """Return True if reading an iterator to its end never runs user code past its length."""
     if takes_indices(loader):
         return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
     return type(dataset_iterator(iterator)) in RUN_NOTHING
@@ -252,7 +252,7 @@ def _is_asked_for_its_end(loader: Any) -> bool:
 
 
 def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The batches that a loader yields past its length, for the caller to judge; an error there counts as the end."""
+    """Yield the batches that a loader yields past its length. An error at the first of them counts as the end."""
     try:
         batch = next(iterator, _REACHED)
     except Exception:
@@ -267,16 +267,16 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def takes_indices(loader: Any) -> bool:
-    """Whether a loader's iterators take indices from a sampler: it has torch's own ``__iter__`` and no stream."""
+    """Return True if a loader takes indices from a sampler: it has torch's own ``__iter__`` and no iterable dataset."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset)
 
 
 def can_jump(loader: Any) -> bool:
-    """Whether batches can be skipped without loading them.
+    """Return True if batches can be skipped without loading them.
 
-    A running iterator with persistent workers keeps the sampler that it was created with.
+    A running iterator with persistent workers keeps the sampler that it was created with, so it must be an ``Order``.
     """
     if not takes_indices(loader):
         return False
@@ -285,13 +285,13 @@ def can_jump(loader: Any) -> bool:
 
 
 def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
-    """A loader's iterator, starting at batch number ``start`` as if the batches before it had been read.
+    """Return a loader's iterator, starting at batch number ``start`` as if the batches before it had been read.
 
     Args:
         loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: workers that load by index seed their random states from this and each batch's number; None leaves the
-            random states unchanged.
+        seed: number from which, together with each batch's index, workers that load by index seed their random states;
+            None leaves the random states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)
@@ -303,7 +303,7 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     order = Order(sampler, workers, rows is not None) if running is None else index_sampler(running)
     order.start, order.seed = start, seed
-    loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
+    loader.__dict__[name] = order  # the loader rejects a plain assignment; its iterator reads the attribute once
     try:
         iterator = start_iterating(loader)
     finally:
@@ -313,12 +313,12 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Advance a loader's generators as a full pass over it would, without loading anything.
+    """Advance a loader's generators as a full pass would, without loading anything.
 
     Args:
         loader: a loader that :func:`can_jump`.
-        first: whether it is the first pass, the only one in which persistent workers get their seed.
-        limit: number of batches after which the pass ends; by then workers have already received a few more.
+        first: whether this is the first pass, which is the only one that seeds persistent workers.
+        limit: number of batches after which the pass ends; by then, workers have already received a few more.
     """
     items = _from_first(_sampler_of(loader))
     if first or not loader.persistent_workers:

@@ -1,10 +1,10 @@
 """Split a loader among several processes. :class:`Division` defines the rules.
 
-The processes do not communicate: each iterates over the same full order and loads only its own part.
+The processes do not communicate. Each one iterates over the same full order and loads only its own part.
 :func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
-After an evaluation, outputs joined round by round, and rank by rank within a round, are in the dataset's order. Leave
-out :func:`surplus` batches.
+To put an evaluation's outputs into the dataset's order, join them round by round, and rank by rank within each round,
+without those of :func:`surplus` batches.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 def shard_training(loader: Any, rank: int, world: int) -> Any:
     """Return a copy of a training loader that yields this process's part of the batches.
 
-    ``world`` processes with batches of *b* see, batch by batch, the same samples as one process with batches of
-    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample: multiply
-    the mean loss of the last batch by :func:`last_share` so that the mean over processes is the mean over samples.
+    ``world`` processes with batches of *b* samples see, batch by batch, the same samples as one process with batches of
+    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample. Multiply
+    the mean loss of the last batch by :func:`last_share`, so that the mean over processes is the mean over samples.
     ``drop_last=True`` drops samples that do not fill a batch on every process.
 
-    Batches that are not made of single samples from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a list
-    of batches) are assigned whole, in turn. Other iterables stay unchanged: they may already be this process's part.
-    If workers read an iterable dataset, each worker has its own stream with its own end; only the end of the last
-    stream is weighted exactly.
+    Batches that are not collected from a sampler's single samples (a custom ``batch_sampler``, ``batch_size=None``, a
+    list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
+    because they may already be this process's part. If workers read an iterable dataset, each worker has its own stream
+    with its own end, and only the end of the last stream is weighted exactly.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
-            A loader that is already split (by a ``DistributedSampler``, for example) is returned unchanged.
+            A loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
         rank: rank of this process.
-        world: number of processes. With 1 the loader itself is returned.
+        world: number of processes. If it is 1, the loader itself is returned.
     """
     return shard(loader, world, partial(Division, rank, world))
 
 
 def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
-    """Return a copy of a loader that yields this process's part; all processes together see every sample once.
+    """Return a copy of a loader that yields this process's part. All processes together see every sample once.
 
-    All processes have the same number of batches if possible; otherwise some end with a :func:`surplus` batch. If
+    All processes have the same number of batches if possible; otherwise, some end with a :func:`surplus` batch. If
     workers read an iterable dataset, each worker may give some processes an extra batch. ``drop_last=True`` drops
-    samples that do not fill a batch, as on one process.
+    samples that do not fill a batch, as it does on one process.
 
     The arguments are the same as for :func:`shard_training`.
     """
@@ -79,12 +79,12 @@ def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
 
 
 def last_share(loader: Any) -> float:
-    """The factor for this process's mean over its last batch: ``own samples * processes / samples of all processes``.
+    """Return the weight of this process's mean over its last batch.
 
-    It is 1.0 if all processes have the same number of samples, and 0.0 for a batch that only repeats a sample. It
-    applies to the loader's own last batch, not to the last batch before a limit. For a loader without a known length it
-    is valid once that batch has been fetched. For a ``CombinedLoader`` it is the factor of the loaders that end with it
-    if they agree, otherwise 1.0.
+    The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
+    samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
+    batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
+    a ``CombinedLoader``, it is the weight of the loaders that end together with it if they agree, otherwise 1.0.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -94,12 +94,12 @@ def last_share(loader: Any) -> float:
 
 
 def repeats(loader: Any, number: int, last: bool) -> bool:
-    """Whether a batch of the current pass only repeats a sample that another process has.
+    """Return True if a batch of the current pass contains only repeats of samples that another process has.
 
     Args:
         loader: a DataLoader that :func:`shard_training` returned.
-        number: index of the most recent batch, 0-based.
-        last: whether it is the last batch of the pass.
+        number: index of the most recent batch (0-based).
+        last: whether this batch is the last of the pass.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankStream) and loader.num_workers > 1:
@@ -108,10 +108,10 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
 
 
 def surplus(loader: Any) -> bool:
-    """Whether this process's last evaluation batch exists only because other processes have one.
+    """Return True if this process's last evaluation batch exists only because other processes have one more batch.
 
-    The batch repeats samples that another process has: run it without counting it, or skip it. For a loader without a
-    known length the result is valid once that batch has been fetched.
+    That batch repeats samples that another process has, so run it without counting it, or skip it. For a loader without
+    a known length, the result is valid once that batch has been fetched.
     """
     if isinstance(loader, CombinedLoader):
         ending = _ending(loader)
@@ -121,9 +121,10 @@ def surplus(loader: Any) -> bool:
 
 
 def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
-    """An iterator over the dataset indices of each batch of the next pass. Call this before the pass begins.
+    """Return an iterator over the dataset indices of each batch in the next pass. Call this before the pass begins.
 
-    None if the indices are unknown: without a sampler, or on one process if the samples are not in order.
+    Returns None if the indices are unknown, because there is no sampler, or because the samples are not in order on a
+    single process.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankSampler):
@@ -137,7 +138,7 @@ def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
 class RankSampler(Shard, Sampler[Any]):
     """Replaces a loader's batch sampler (or sampler) and yields this rank's part of its items.
 
-    Attributes of the replaced sampler can be read through it.
+    Attributes of the replaced sampler can be read from this object.
     """
 
     alike = False
@@ -190,7 +191,7 @@ class RankSampler(Shard, Sampler[Any]):
 class RankStream(Shard, IterableDataset[Any]):
     """Replaces an iterable dataset and yields this rank's part of its stream, batch by batch.
 
-    With workers, the stream of each worker is split. All other attributes are read from and set on the dataset.
+    With workers, each worker's stream is split. All other attributes are read from and set on the replaced dataset.
     """
 
     def __init__(self, whole: DataLoader[Any], division: Division) -> None:
@@ -201,7 +202,7 @@ class RankStream(Shard, IterableDataset[Any]):
             order_seed=None,
             _batched=whole.batch_size is not None,
             _workers=whole.num_workers,
-            # By worker: number of batches so far, share of the last one. Written in the process that reads the stream.
+            # For each worker: number of batches so far and share of the last one, set by the process that reads them.
             _ends=ends.share_memory_() if whole.num_workers else ends,
         )
 
@@ -209,7 +210,7 @@ class RankStream(Shard, IterableDataset[Any]):
         worker = get_worker_info()
         end = self._ends[0 if worker is None else worker.id]
         end[0], end[1] = 0, 1
-        seed = self.order_seed if worker is None else None  # only this loader uses a worker's random states
+        seed = self.order_seed if worker is None else None  # no other loader uses the worker's random states
         for part, share in _parts(self.division, self.whole_dataset, seed):
             if share == 0 and self.division.evaluation and self._workers > 1:
                 return  # surplus() can report only the very last batch of a loader
@@ -224,7 +225,7 @@ class RankStream(Shard, IterableDataset[Any]):
         if name in vars(self):
             vars(self)[name] = value
         else:
-            setattr(self.whole_dataset, name, value)  # for example from a worker_init_fn that splits the dataset
+            setattr(self.whole_dataset, name, value)  # for example, from a worker_init_fn that splits the dataset
 
     @property
     def share(self) -> float:
@@ -232,11 +233,13 @@ class RankStream(Shard, IterableDataset[Any]):
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
-        ends = list(enumerate(self._ends.tolist()))  # they take turns: the last with the most batches ends last
+        ends = list(
+            enumerate(self._ends.tolist())
+        )  # workers take turns, so the last one with the most batches ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
-        """The share of batch ``number`` of the pass; 1.0 unless it is the last batch of a worker."""
+        """Return the share of batch ``number`` in the pass; 1.0 unless it is a worker's last batch."""
         ends = self._ends.tolist()
         for worker, (count, share) in enumerate(ends):
             turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
@@ -246,7 +249,7 @@ class RankStream(Shard, IterableDataset[Any]):
 
 
 class SizedRankStream(RankStream):
-    """A :class:`RankStream` of a dataset with a known length; its length is this rank's number of samples."""
+    """A :class:`RankStream` for a dataset with a known length. Its own length is this rank's number of samples."""
 
     def __len__(self) -> int:
         total, division = len(self.whole_dataset), self.division
@@ -282,7 +285,10 @@ class RankIterable(Shard):
 
 
 def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
-    """Return a copy of a loader that yields one process's part, using the division ``divide(size=, drop_last=)``."""
+    """Return a copy of a loader that yields one process's part.
+
+    ``divide(size=..., drop_last=...)`` returns the :class:`Division` to use.
+    """
     if world == 1:
         return loader
     if isinstance(loader, CombinedLoader):
@@ -294,9 +300,9 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
         return loader
     if not isinstance(loader, (DataLoader, Sequence)):
         messages.info_once(
-            f"{type(loader).__name__} is not a DataLoader, so each of the {world} processes gets all its batches, in "
-            "case it splits them by rank itself. If it does not, make it yield only this process's part, or pass a "
-            "DataLoader or a list of batches."
+            f"{type(loader).__name__} is not a DataLoader and may split its batches by rank itself, so each of the "
+            f"{world} processes uses all the batches that it yields. If it does not split them, make it yield only "
+            "this process's part, or pass a DataLoader or a list of batches."
         )
         return loader
     if not isinstance(loader, DataLoader):
@@ -315,9 +321,9 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
-    """This rank's parts of the items of ``source``, which draws from private random states if a seed is given.
+    """Yield this rank's parts of the items of ``source``, which draws from private random states if a seed is given.
 
-    The first ``start`` items, a number of full rounds, are skipped.
+    The first ``start`` items, which must be full rounds, are skipped.
     """
     items = from_item(source, start) if seed is None else _privately(source, seed, division.round_size, start)
     try:
@@ -327,7 +333,7 @@ def _parts(division: Division, source: Any, seed: int | None, start: int = 0) ->
 
 
 def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any]:
-    """The items of ``source``, read ``at_once`` items at a time under private random states."""
+    """Yield the items of ``source``, reading ``at_once`` items at a time with private random states."""
     states = PrivateRandomness(seed)
     with states:
         items = from_item(source, start)
@@ -351,7 +357,7 @@ def _close(items: Iterator[Any], source: Any) -> None:
 
 
 def is_split(loader: Any) -> bool:
-    """Whether a sampler or dataset that knows the ranks already splits the loader by process."""
+    """Return True if a sampler or dataset that knows the ranks already splits the loader by process."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
@@ -366,7 +372,7 @@ def is_split(loader: Any) -> bool:
 
 
 def _ending(loader: CombinedLoader) -> list[Any]:
-    """The loaders that end, or may end, together with the combined loader."""
+    """Return the loaders that end, or may end, together with the combined loader."""
     total = length_of(loader)
     return [leaf for leaf in loader.flattened if total is None or length_of(leaf) == total]
 
@@ -374,15 +380,18 @@ def _ending(loader: CombinedLoader) -> list[Any]:
 def _note_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
-        "because an iterable dataset cannot be read in parts. To read less, split it by rank yourself and pass "
-        "Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one process read "
-        "for all with DataLoaderConfiguration(dispatch_batches=True).",
+        "because an iterable dataset cannot be read in parts. To read less, split the dataset by rank yourself and "
+        "pass Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one process "
+        "read for all of them with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """An attribute of the object that ``owner`` replaces. Dunder names may be looked up before ``owner`` has it."""
+    """Return an attribute of the object that ``owner`` replaces, except for dunder names.
+
+    Dunder names may be looked up before ``owner`` has that object.
+    """
     if name.startswith("__"):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
     return getattr(vars(owner)[place], name)

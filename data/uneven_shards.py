@@ -1,4 +1,4 @@
-"""Arithmetic for splitting one stream among several processes, round by round."""
+"""Arithmetic for splitting a stream among several processes, round by round."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Part(NamedTuple):
 
     Attributes:
         items: the items in the stream's order; never empty.
-        share: weight of the mean over ``items`` in the mean over all processes. 1.0 if all processes took the same
-            number, 0.0 if the items are only repeats, added because other processes have some.
+        share: weight of the mean over ``items`` in the mean over all processes. It is 1.0 if all processes took the
+            same number of items, and 0.0 if the items are only repeats, added because other processes have items.
     """
 
     items: Sequence[Any]
@@ -23,13 +23,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """How a stream is divided. In each round the processes take the next ``world * size`` items, in rank order.
+    """How a stream is divided. In each round, the processes take the next ``world * size`` items, in rank order.
 
-    Training: the same items, batch by batch, as on one process with batches of ``world * size``. Items left at the end
-    are spread evenly. A rank that gets none of them repeats an item with a share of 0, so that all ranks have the same
-    number of batches.
+    In training, the processes together take the same items, batch by batch, as one process with batches of
+    ``world * size``. Items left at the end are spread evenly. A rank that gets none of them repeats an item with a
+    share of 0, so that all ranks have the same number of batches.
 
-    Evaluation: no item is used twice. If the last round would have fewer items than there are ranks, the last two
+    In evaluation, no item is counted twice. If the last round would have fewer items than there are ranks, the last two
     rounds are redistributed. If that is impossible (``size`` is 1, or there are fewer items than ranks), the remaining
     ranks repeat an item with a share of 0.
 
@@ -37,11 +37,11 @@ class Division:
         rank: rank of this process.
         world: number of processes.
         size: maximum number of items that a process takes in a round.
-        drop_last: whether every part has exactly ``size`` items. Training drops a last round that is not full;
-            evaluation drops items that do not fill one process's part.
+        drop_last: whether every part has exactly ``size`` items. In training, an incomplete last round is dropped; in
+            evaluation, only the items that do not fill one process's part are dropped.
         evaluation: whether the evaluation rule applies.
-        repeats: whether, in training, a rank that gets nothing of the last round repeats an item. If False, it has one
-            batch less than the others.
+        repeats: whether, in training, a rank that gets no items in the last round repeats an item. If False, such a
+            rank has one batch fewer than the others.
     """
 
     rank: int
@@ -53,11 +53,11 @@ class Division:
 
     @property
     def round_size(self) -> int:
-        """Items in a full round."""
+        """The number of items in a full round."""
         return self.world * self.size
 
     def parts(self, items: Iterator[Any]) -> Iterator[Part]:
-        """This rank's parts of a stream, which is read only as far as the next part needs."""
+        """Yield this rank's parts of a stream. The stream is read only as far as the next part requires."""
         take = _taker(items)
         chunk = take(self.round_size)
         while len(chunk) == self.round_size:
@@ -76,12 +76,12 @@ class Division:
             yield last
 
     def count(self, total: int) -> int:
-        """Number of rounds in a stream of ``total`` items."""
+        """Return the number of rounds in a stream of ``total`` items."""
         rounds, rest = divmod(total, self.round_size)
         return rounds + (self._last(range(rest)) is not None)
 
     def share(self, total: int) -> float:
-        """The share of the last part in a stream of ``total`` items."""
+        """Return the share of this rank's last part in a stream of ``total`` items."""
         rounds, rest = divmod(total, self.round_size)
         last = self._last(range(rest))
         if last is None or (rounds and rest < self.world and self._may_balance()):
@@ -89,7 +89,7 @@ class Division:
         return last.share
 
     def items(self, total: int) -> int:
-        """Number of items, including a repeated one, that this rank takes from a stream of ``total`` items."""
+        """Return the number of items, including a repeated one, that this rank takes from ``total`` items."""
         rounds, rest = divmod(total, self.round_size)
         if rounds and 0 < rest < self.world and self._may_balance():
             spread = self._spread(range(self.round_size + rest - self.world))
@@ -101,7 +101,7 @@ class Division:
         return self.evaluation and self.size > 1 and not self.drop_last
 
     def _last(self, rest: Sequence[Any]) -> Part | None:
-        """This rank's part of an incomplete last round; None if there is no such round."""
+        """Return this rank's part of an incomplete last round; None if there is no such round."""
         if self.drop_last:
             present = len(rest) // self.size if self.evaluation else 0
             own = min(self.rank, present - 1)
@@ -115,20 +115,21 @@ class Division:
         return Part(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
 
     def _spread(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This rank's part of items that are spread over all ranks; sizes differ by at most 1, larger parts first."""
+        """Return this rank's part of items spread evenly across ranks; the first ranks may get one item more."""
         low, larger = divmod(len(items), self.world)
         start = self.rank * low + min(self.rank, larger)
         return items[start : start + low + (self.rank < larger)]
 
 
 class Shard:
-    """Base class of the objects that select one process's part of a loader.
+    """Base class of objects that select one process's part of a loader.
 
     Attributes:
         division: how the loader is divided.
-        order_seed: seed for a sampler or dataset that has no generator of its own; None to use the process's random
+        order_seed: seed for a sampler or dataset without its own generator; None means to use the process's random
             states.
-        alike: whether worker processes must draw the same numbers on all ranks, because each reads a whole stream.
+        alike: whether worker processes must draw the same random numbers on all ranks, because each reads a full
+            stream.
     """
 
     division: Division

@@ -1,7 +1,7 @@
-"""Data loader workers: protect them from signals to the whole process group, end them with the run, explain lost ones.
+"""Protects data loader workers from signals to the process group, stops them with the run, and explains lost workers.
 
-A run that receives a signal finishes its step and saves; it cannot if the same signal has killed its workers.
-Workers must also not outlive the run, and torch's own check misses a parent that died before the worker was ready.
+A run that receives a signal finishes its step and saves, which is impossible if the same signal has killed its workers.
+Workers must also not outlive the run, but torch's own check misses a parent that died before the worker was ready.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..processes.main_guard import require_main_guard
 from ..processes.rank_failure import signal_name
 from ..torch_private import workers_of
 
-#: Whether the sender of SIGTERM is known, as on Linux. If it is not, workers must still obey SIGTERM.
+#: Whether the sender of SIGTERM is known, as on Linux. If not, workers must obey every SIGTERM.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
-#: Seconds between checks that the run still exists, and seconds that torch has to end the worker itself once it does
-#: not (torch checks every 5 s).
+#: Seconds between checks that the run still exists, and seconds that torch has to stop the worker itself once the run
+#: is gone (torch checks every 5 s).
 _LOOK, _GRACE = 1.0, 10.0
 #: The most recently started worker processes of each loader; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
@@ -43,20 +43,20 @@ _LOST = re.compile(
     r"(?:is killed by signal: (.*?)\. |exited unexpectedly(?: with exit code (\d+))?)"
 )
 _SHARED_MEMORY = "/dev/shm"
-#: Seconds that a worker has to end after its connection has closed.
+#: Seconds that a worker has to exit after its connection has closed.
 _ENDING_SECONDS = 5.0
 
 
 class WorkerLostError(RuntimeError):
-    """A data loader worker has ended; the message says what to change. Torch's own error is the cause."""
+    """Raised when a data loader worker has died; the message says how to fix it. Its cause is torch's own error."""
 
 
 class _Start:
-    """A worker's ``worker_init_fn``: watches for the end of the run, then calls the user's own function.
+    """A ``worker_init_fn`` that starts watching for the end of the run and then calls the user's own function.
 
     Args:
         users: the user's ``worker_init_fn``.
-        served: whether a fork server starts the worker instead of the run itself.
+        served: whether a fork server, and not the run itself, starts the worker.
     """
 
     def __init__(self, users: Callable[[int], Any] | None, served: bool) -> None:
@@ -90,7 +90,7 @@ class _Start:
 
 
 def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
-    """``iter(loader)``; signals to the whole process group do not kill the worker processes that this starts."""
+    """Return ``iter(loader)``, and protect the worker processes that it starts from signals to the process group."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
@@ -112,7 +112,7 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _explain_ended_children() -> None:
-    """Improve the error that torch's SIGCHLD handler raises, wherever the program is when a child ends."""
+    """Improve the error that torch's SIGCHLD handler raises, at any point in the program, when a child exits."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "func", None) is not _child_ended:
         signal.signal(signal.SIGCHLD, partial(_child_ended, handler))
@@ -131,12 +131,12 @@ def _child_ended(handler: Callable[[int, FrameType | None], Any], signum: int, f
 def explain_lost_worker(
     error: BaseException, where: str, name: Callable[[Any], str | None] = lambda loader: None
 ) -> WorkerLostError | None:
-    """A better error if ``error`` was raised because a data loader worker ended; None for any other error.
+    """Return a better error if ``error`` was raised because a data loader worker died; None for any other error.
 
     Args:
         error: the error that was raised.
         where: text that says where the run was; may be empty.
-        name: returns the user's name for a loader, or None if it has no name.
+        name: function that returns the user's name for a loader, or None if the loader has no name.
     """
     lost = _lost(error)
     if lost is None:
@@ -157,12 +157,12 @@ def explain_lost_worker(
 
 
 def torchs_own(error: BaseException) -> BaseException:
-    """The error to set as the cause of a better one: torch's own."""
+    """Return torch's own error, to set as the cause of a better error."""
     return error.__cause__ or error if isinstance(error, WorkerLostError) else error
 
 
 def _lost(error: BaseException) -> tuple[int, int | None] | None:
-    """The process id of the worker that an error is about, and its exit code if known."""
+    """Return the process ID and, if known, the exit code of the worker that an error is about; else None."""
     error = torchs_own(error)
     found = _LOST.search(str(error)) if type(error) is RuntimeError else None
     if found is not None:
@@ -173,7 +173,7 @@ def _lost(error: BaseException) -> tuple[int, int | None] | None:
 
 
 def _workers_in(trace: TracebackType | None) -> list[Any]:
-    """The workers of the loader that was taking a batch when an error was raised; empty if none was."""
+    """Return the workers of the loader that was fetching a batch when an error was raised; empty if there was none."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == dataloader.__file__:
             return workers_of(trace.tb_frame.f_locals.get("self"))
@@ -182,7 +182,10 @@ def _workers_in(trace: TracebackType | None) -> list[Any]:
 
 
 def _ended(workers: list[Any]) -> tuple[int, int] | None:
-    """The worker that has failed or is failing right now; its connection closes before its process ends."""
+    """Return the process ID and exit code of the worker that failed, or None.
+
+    If no worker has failed yet, wait for one to exit, because a worker's connection closes before its process exits.
+    """
     if workers and not any(worker.exitcode for worker in workers):
         with suppress(RuntimeError):  # torch's own error about it
             ending = wait([worker.sentinel for worker in workers if worker.exitcode is None], _ENDING_SECONDS)
@@ -197,7 +200,7 @@ def _described(loader: Any) -> str:
 
 
 def _code(killed: str | None, ended: str | None) -> int | None:
-    """The exit code of a process killed by the signal with this description, or ended with this status."""
+    """Return a process's exit code, given its exit status or the description of the signal that killed it."""
     if ended is not None:
         return int(ended)
     return next((-number for number in signal.valid_signals() if signal.strsignal(number) == killed), None)
@@ -206,26 +209,29 @@ def _code(killed: str | None, ended: str | None) -> int | None:
 def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
     here = "num_workers=0 runs the dataset in this process"
     if code is None or code >= 0:
-        ended = "ended unexpectedly" if code is None else f"ended with exit status {code}"
+        ended = "exited unexpectedly" if code is None else f"exited with status {code}"
         return (
-            f"{ended}{at}, without an exception: something in the dataset ended the process (sys.exit, os._exit), or "
-            f"the process could not start; its output is above. {here} and shows where."
+            f"{ended}{at}, without an exception. Either something in the dataset ended the process (sys.exit, "
+            f"os._exit), or the process could not start; its output is above. {here} and shows where this happens."
         )
     killed, fewer = f"was killed by signal {-code} ({signal_name(-code)}){at}", _fewer(loader)
     if -code == getattr(signal, "SIGKILL", 9):
         return (
             f"{killed}, probably by the system because memory ran out; check the system log (dmesg). This machine has "
             f"{messages.size(available_memory())} of memory left. {fewer}, use smaller batches, or keep samples in a "
-            "tensor, an array or files: over time each worker gets its own copy of Python objects."
+            "tensor, an array or files, because over time each worker gets its own copy of Python objects."
         )
     if -code == getattr(signal, "SIGBUS", 7):
         return (
             f"{killed}, probably because the shared memory through which workers send their batches is full"
-            f"{_shared_memory()}. Make it larger (docker run --shm-size=8g, or --ipc=host), or {fewer[0].lower()}"
+            f"{_shared_memory()}. Increase it (docker run --shm-size=8g, or --ipc=host), or {fewer[0].lower()}"
             f"{fewer[1:]}."
         )
     if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return f"{killed}, a crash in compiled code that the dataset calls. {here}; PYTHONFAULTHANDLER=1 shows where."
+        return (
+            f"{killed}, which means that compiled code called by the dataset crashed. {here}, and PYTHONFAULTHANDLER=1 "
+            "shows where it crashes."
+        )
     return f"{killed}. Another program or a user sent that signal."
 
 
@@ -238,6 +244,6 @@ def _fewer(loader: DataLoader[Any] | None) -> str:
 def _shared_memory() -> str:
     try:
         total, _, free = shutil.disk_usage(_SHARED_MEMORY)
-    except OSError:  # another system
+    except OSError:  # not Linux
         return ""
-    return f": {_SHARED_MEMORY} has {messages.size(free)} left of {messages.size(total)} now"
+    return f" ({_SHARED_MEMORY} now has {messages.size(free)} of {messages.size(total)} left)"

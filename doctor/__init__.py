@@ -1,1 +1,1 @@
-"""Performance diagnosis: finds what is slow in a run, why, and what to change, at almost no cost."""
+"""Performance diagnosis at almost no cost: finds what is slow in a run, why it is slow, and what to change."""

@@ -13,13 +13,13 @@ COPIES = 0.05
 
 
 def _waits_for_data(case: Case) -> Facts | None:
-    """Return the process that waits longest for data, if it waits long enough to report."""
+    """Return the process that waits longest for data, or None if its wait is too short to report."""
     worst = max(case, key=lambda facts: facts.share("data"))
     return worst if worst.share("data") >= DATA else None
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds of loading a batch in a worker (or this process), and of a step without waiting."""
+    """Return the seconds to load a batch in a worker (or in this process), and to run a step without waiting for it."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)
@@ -27,7 +27,7 @@ def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
 
 
 def wanted_workers(facts: Facts) -> int:
-    """Return how many workers it takes to have the next batch ready when a step ends."""
+    """Return how many workers are needed to have the next batch ready when a step ends."""
     fetch, rest = _fetch_and_rest(facts)
     return max(1, math.ceil(fetch / rest * 1.1))
 
@@ -37,12 +37,12 @@ def _cores(count: int) -> str:
 
 
 def cores_each(facts: Facts) -> int:
-    """Return the cores per process on a machine."""
+    """Return the number of cores per process on a node."""
     return max(1, facts.cores // facts.local_world_size)
 
 
 def data_bound(case: Case) -> Finding | None:
-    """Report steps that wait for data where more workers are not enough."""
+    """Report that steps wait for data and that more workers would not be enough."""
     facts = _waits_for_data(case)
     if facts is None:
         return None
@@ -76,7 +76,7 @@ def data_bound(case: Case) -> Finding | None:
 
 
 def too_few_workers(case: Case) -> Finding | None:
-    """Report steps that wait for data where more workers are enough."""
+    """Report that steps wait for data and that more workers would be enough."""
     facts = _waits_for_data(case)
     if facts is None or facts.loader.get("num_workers") is None:
         return None
@@ -97,7 +97,7 @@ def too_few_workers(case: Case) -> Finding | None:
 
 
 def too_many_workers(case: Case) -> Finding | None:
-    """Report more workers than cores."""
+    """Report that there are more workers than cores."""
     facts = case[0]
     workers, cores = facts.loader.get("num_workers") or 0, cores_each(facts)
     if workers <= cores or workers < 2:
@@ -115,7 +115,7 @@ def too_many_workers(case: Case) -> Finding | None:
 
 
 def pageable_copies(case: Case) -> Finding | None:
-    """Report batches that are copied to a GPU from memory that is not pinned."""
+    """Report that batches are copied to a GPU from memory that is not pinned."""
     facts = case[0]
     share = max(facts.share("copy") for facts in case)
     if facts.device != "cuda" or facts.loader.get("pin_memory") is not False or share < COPIES:

@@ -1,4 +1,4 @@
-"""Time of the parts of a step on a GPU, measured with events that the host never waits for."""
+"""Measures the time of a step's parts on a GPU, with events that the host never waits for."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 
 from .step_clock import PARTS
 
-#: One step in this many is measured: an event costs the host about 2 microseconds, and a step takes about ten events.
+#: One step in this many is measured. An event costs the host about 2 microseconds, and a step needs about ten events.
 EVERY = 8
 
 
 class DeviceClock:
-    """Record with events when the device reaches each part of a step.
+    """Uses events to record when the device reaches each part of a step.
 
     Events are queued in the stream between the kernels, so the time from one event to the next is the time that the
-    device spent on a part, including waits for the host. They are read some steps later, when the last one has
-    completed.
+    device spent on a part, including waits for the host. A step's events are read some steps later, once the last
+    of them has completed.
 
     Args:
-        event: creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; None uses CUDA events.
+        event: function that creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; None
+            uses CUDA events.
 
     Attributes:
-        seconds: seconds by part, of all steps read.
+        seconds: seconds by part, summed over all steps read.
         steps: number of steps read.
     """
 

@@ -1,4 +1,4 @@
-"""``Trainer(profiler="doctor")``: measures on each rank where the time of a step goes."""
+"""``Trainer(profiler="doctor")``: measures how each rank spends the time of a step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _END = object()
 
-#: Number of hooks whose times are kept, the slowest first.
+#: Number of hooks whose times are kept, slowest first.
 MOST_HOOKS = 20
-#: Steps in which every operator is recorded. They are warmup steps, which do not count.
+#: Steps in which every operator is recorded. These are warmup steps, which do not count.
 WATCHED = (1, 2)
 
 _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
@@ -76,26 +76,26 @@ def part_of(action: str) -> str | None:
 
 
 def hook_of(action: str) -> str:
-    """``"[Callback]EarlyStopping{'monitor': 'val'}.on_fit_end"`` -> ``"EarlyStopping.on_fit_end"``."""
+    """Shorten an action's name: ``"[Callback]EarlyStopping{...}.on_fit_end"`` gives ``"EarlyStopping.on_fit_end"``."""
     owner, _, hook = action.partition("]")[2].rpartition(".")
     return f"{owner.partition('{')[0].rpartition('<locals>.')[2]}.{hook}"
 
 
 class Doctor(Profiler):
-    """Measure a fit and report at its end, also after an error, what is slow, why, and how much a change would gain.
+    """Measures a fit and reports, even after an error, what is slow, why, and how much a change would gain.
 
-    It costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count for the part that
-    they are in.
+    Measuring costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count toward the
+    part of the step that they are in.
 
     Args:
-        dirpath: the folder for ``doctor.html`` and ``doctor.json``; None means the folder of the run's logger.
-        filename: another name for both files.
-        write: write the files; False only prints the report.
-        operators: record every operator of the second and third step, to find lines that wait for the device and
-            batches that are too small. These two steps take several times as long.
+        dirpath: folder for ``doctor.html`` and ``doctor.json``; None means the folder of the run's logger.
+        filename: name of both files, without extension; None means ``doctor``.
+        write: whether to write the files; if False, only print the report.
+        operators: whether to record every operator in the second and third steps, to find lines that wait for the
+            device and batches that are too small. Recording makes these two steps several times slower.
 
     Attributes:
-        report: the report, on rank 0 after a fit; None if the fit ended before any step counted.
+        report: the report, on rank 0 after a fit; None if the fit ended before any counted step.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Doctor(Profiler):
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Do nothing: the user's blocks count for the part that they are in."""
+        """Do nothing, because the user's blocks count toward the part of the step that they are in."""
 
     def stop(self, action_name: str) -> None:
         pass
@@ -151,7 +151,7 @@ class Doctor(Profiler):
         return self._steps(partial(next, iter(iterator), _END))
 
     def _steps(self, fetch: Callable[[], Any]) -> Iterator[Any]:
-        """Yield the batches, with a clock boundary before each."""
+        """Yield the batches, and mark a clock boundary before each of them."""
         clock, fetch = self.clock, self.clock.around("data", fetch)
         totals = clock.totals
         step = int(totals[STEPS])
@@ -192,7 +192,7 @@ class Doctor(Profiler):
             self.step_watch.begin()
 
     def _settled(self) -> None:
-        """Start counting steps."""
+        """Start counting steps, after the warmup."""
         self.collections.begin()
         self._hooks = dict(self.clock.hooks)
         if self.subject is not None:
@@ -211,7 +211,7 @@ class Doctor(Profiler):
             self.begin(TrainerSubject(trainer))
 
     def begin(self, subject: TrainerSubject | Wiring) -> None:
-        """Start measuring, right before the first step."""
+        """Start measuring. This is called right before the first step."""
         self.subject = subject
         if subject.strategy.device.type == "cuda":
             self.device_clock = DeviceClock()
@@ -225,7 +225,7 @@ class Doctor(Profiler):
             self.end()
 
     def end(self) -> None:
-        """Create the report after the last step. Called on every rank."""
+        """Create the report after the last step. Every rank must call this."""
         if self.subject is None:
             return
         strategy = self.subject.strategy
@@ -236,7 +236,7 @@ class Doctor(Profiler):
             self.report = Report.of(found)
 
     def interrupted(self) -> None:
-        """Report on the finished steps of this process only."""
+        """Create a report after an error, covering only the steps that this process has finished."""
         if self.subject is None:
             return
         self.clock.cut()
@@ -256,7 +256,7 @@ class Doctor(Profiler):
         self.compilations.end()
 
     def split(self) -> dict[str, float]:
-        """Return the report's split; without a report, the times of the host's clock."""
+        """Return the seconds by part from the report or, without a report, from the host's clock."""
         if self._stage != "fit":
             return {}
         parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
@@ -335,7 +335,7 @@ class Doctor(Profiler):
 
 
 def _per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return seconds per step between two readings of the strategy."""
+    """Return the seconds per step between two readings from the strategy."""
     count = after.get("steps", 0.0) - before.get("steps", 0.0)
     if count < 1:
         return {}

@@ -10,16 +10,16 @@ from .measurements import Facts
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is slow.
+    """Something that is slow.
 
     Args:
         key: machine-readable name.
-        what: what is slow, with its time.
+        what: what is slow, and how long it takes.
         why: the cause.
         change: what to change.
         gain: expected gain, in words.
-        share: fraction of the time; findings are sorted by it.
-        is_note: whether it costs nothing in this run, but would elsewhere.
+        share: fraction of the time, by which findings are sorted.
+        is_note: whether the problem costs no time in this run but would on other hardware.
     """
 
     key: str
@@ -33,29 +33,29 @@ class Finding:
 
 Case = Sequence[Facts]
 
-#: Smallest fraction of the time at which a hook is named.
+#: Smallest fraction of the time at which a hook is mentioned.
 HOOK = 0.01
 
 
 def percent(share: float) -> str:
-    """``0.384`` -> ``"38 %"``."""
+    """Format a fraction as a percentage: ``0.384`` gives ``"38 %"``."""
     return f"{100 * share:.0f} %"
 
 
 def duration(seconds: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``."""
+    """Format seconds with a suitable unit: ``0.0123`` gives ``"12.3 ms"``."""
     if seconds >= 0.9995:
         return f"{seconds:.4g} s" if seconds >= 99.95 else f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
-    """Return the advice in the terms of the Trainer or of the user's own loop."""
+    """Return the advice for a Trainer or for the user's own loop, whichever was measured."""
     return in_own_loop if case[0].own_loop else with_trainer
 
 
 def faster(share: float, without: str) -> str:
-    """Describe the gain from saving this fraction of the time."""
+    """Describe the gain from saving the given fraction of the time."""
     times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
     return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
 
@@ -67,5 +67,5 @@ def hooks(facts: Facts) -> dict[str, float]:
 
 
 def listed(shares: dict[str, float]) -> str:
-    """``"A.on_fit_end (30 %), B.on_fit_end (4 %)"``."""
+    """List hooks with their fractions of the time: ``"A.on_fit_end (30 %), B.on_fit_end (4 %)"``."""
     return ", ".join(f"{name} ({percent(share)})" for name, share in shares.items())

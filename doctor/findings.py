@@ -1,7 +1,7 @@
 """All findings. Each is a function of the measured facts that returns a Finding or None.
 
-A finding says what is slow, why, how much of the time it takes, what to change, and the expected gain. The gain is
-estimated from the measured times; ``paceline doctor --try`` measures it.
+A finding says what is slow, why it is slow, what fraction of the time it takes, what to change, and the expected gain.
+The gain is estimated from the measured times; ``paceline doctor --try`` measures it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FINDINGS: tuple[Callable[[Case], Finding | None], ...] = (
 
 
 def examine(case: Case) -> list[Finding]:
-    """Return all findings that apply, the largest fraction of the time first, notes last."""
+    """Return all findings that apply, with the largest fraction of the time first and notes last."""
     if not case or not all(facts.steps for facts in case):
         return []
     found = [finding for look in FINDINGS if (finding := look(case)) is not None]

@@ -1,4 +1,4 @@
-"""Findings about memory, cores and the interpreter."""
+"""Findings about memory, cores and the garbage collector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .finding import Case, Finding, duration, faster, percent, there
 
 #: Fractions of the time above which a finding is reported.
 COLLECTIONS = 0.05
-#: Fractions of a device's memory.
+#: Limits as fractions of a device's or host's memory: in use, unused between tensors, left on the host.
 NEARLY_FULL = 0.92
 FRAGMENTED = 0.25
 HOST_LEFT = 0.05
@@ -48,7 +48,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Report that much of torch's memory is unused between tensors and torch ran out of space."""
+    """Report that much of torch's memory is unused between tensors, so that torch had to reallocate memory."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)
@@ -67,7 +67,7 @@ def fragmentation(case: Case) -> Finding | None:
 
 
 def oversubscribed_threads(case: Case) -> Finding | None:
-    """Report more compute threads than cores."""
+    """Report that there are more compute threads than cores."""
     facts = case[0]
     wanted = facts.threads * facts.local_world_size
     if wanted <= facts.cores * 1.5:
@@ -102,7 +102,7 @@ def numa_distance(case: Case) -> Finding | None:
 
 
 def collection_pauses(case: Case) -> Finding | None:
-    """Report time that Python's garbage collector takes."""
+    """Report that Python's garbage collector takes much of the time."""
     worst = max(case, key=lambda facts: facts.collection_seconds / (facts.total or 1.0))
     share = worst.collection_seconds / worst.total if worst.total else 0.0
     if share < COLLECTIONS:

@@ -1,4 +1,4 @@
-"""Measurements of one process as plain data, for the findings and the JSON file."""
+"""A process's measurements as plain data, for the findings and the JSON file."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch.utils.data import DataLoader
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
 
-#: Warmup steps, which do not count.
+#: Number of warmup steps, which do not count.
 WARM_UP = 3
-#: Largest number of points in the chart of step times.
+#: Maximum number of points in the step time chart.
 MOST_POINTS = 2000
 
 
 @dataclass
 class Facts:
-    """Measurements of one process of a run.
+    """The measurements of one process in a run.
 
     Attributes:
         own_loop: whether the loop is the user's, with an Accelerator instead of a Trainer.
-        steps: counted batches, without the warmup in which memory is allocated and graphs are compiled.
-        seconds: host seconds of the counted steps by part; they add up to the elapsed time.
+        steps: number of counted batches, without the warmup in which memory is allocated and graphs are compiled.
+        seconds: host seconds by part, over the counted steps; they add up to the elapsed time.
         device_seconds: device seconds by part, scaled to all counted steps; empty without a GPU.
-        step_seconds: seconds of the counted steps, at most :data:`MOST_POINTS` of them.
-        run_seconds: seconds of the whole run.
-        run_parts: seconds of the whole run, by part.
+        step_seconds: seconds of each counted step, sampled to at most :data:`MOST_POINTS` steps.
+        run_seconds: seconds of the entire run.
+        run_parts: seconds of the entire run, by part.
         often: number of counted steps with a validation or checkpoint of significant length.
-        hooks: seconds of the counted steps by hook, such as ``"MyCallback.on_train_batch_end"``, the slowest first.
-        communication: seconds per step of gradient communication (``all``), and the part of it that the backward pass
-            did not hide (``exposed``); empty if not measured.
+        hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the counted steps, slowest first.
+        communication: seconds per step of gradient communication (``all``), and of the part that the backward pass did
+            not hide (``exposed``); empty if not measured.
         operators: number of operators that a step calls; None if not counted.
     """
 
@@ -74,17 +74,17 @@ class Facts:
 
     @property
     def total(self) -> float:
-        """Seconds of all counted steps."""
+        """Total seconds of all counted steps."""
         return sum(self.seconds.values())
 
     @property
     def step(self) -> float:
-        """Average seconds of a step."""
+        """Average seconds per step."""
         return self.total / self.steps if self.steps else 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part, on the device if measured there, with communication separated from backward."""
+        """Seconds by part, measured on the device if possible, with communication separated from backward."""
         parts = dict(self.device_seconds or self.seconds)
         exposed = min(self.exposed, parts.get("backward", 0.0))
         if exposed:
@@ -94,24 +94,24 @@ class Facts:
 
     @property
     def exposed(self) -> float:
-        """Seconds of the counted steps spent only on waiting for gradients."""
+        """Seconds that the counted steps spent only on waiting for gradients."""
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
-        """Return the fraction of the counted time that the parts took."""
+        """Return the fraction of the counted time that the given parts took."""
         parts = self.parts
         whole = sum(parts.values())
         return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0
 
     @property
     def compute(self) -> float:
-        """Seconds per step of forward, backward and optimizer."""
+        """Seconds per step spent in forward, backward and optimizer."""
         parts = self.parts
         return sum(parts.get(name, 0.0) for name in ("forward", "backward", "optimizer")) / max(self.steps, 1)
 
     @property
     def quick_step(self) -> float:
-        """The 10th percentile of step seconds: the time of an undisturbed step."""
+        """The 10th percentile of the step times in seconds, taken as the time of an undisturbed step."""
         times = sorted(self.step_seconds)
         return times[len(times) // 10] if times else 0.0
 
@@ -122,7 +122,7 @@ class Facts:
 
 
 def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None:
-    """Fill in times from a clock's rows, for the steps after the first ``warm_up``."""
+    """Fill in times from a clock's rows, for the steps after the first ``warm_up`` steps."""
     count = len(PARTS)
     first = next((i for i, row in enumerate(rows) if row[count] >= warm_up), None)
     if first is None or rows[-1][count] - rows[first][count] < 1:
@@ -147,7 +147,7 @@ def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use, by its affinity and its container's quota."""
+    """Return the number of cores that this process may use, given its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -157,7 +157,7 @@ def usable_cores() -> int:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Return bytes of host and device memory, as far as they are known."""
+    """Return the bytes of host and device memory, as far as they are known."""
     found: dict[str, float] = {}
     try:
         lines = Path("/proc/meminfo").read_text()
@@ -197,7 +197,7 @@ def numa_of(device: torch.device) -> dict[str, Any]:
 
 
 def loader_facts(loader: Any) -> dict[str, Any]:
-    """Return a loader's settings, if it is a DataLoader."""
+    """Return a loader's class and, if it is a DataLoader, its settings."""
     found: dict[str, Any] = {"kind": type(loader).__name__}
     if isinstance(loader, DataLoader):
         found |= {

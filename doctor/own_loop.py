@@ -41,7 +41,7 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
 class Wiring:
-    """Wraps prepared objects and provides the doctor with facts about the loop."""
+    """Wraps prepared objects to time them, and provides the doctor with facts about the loop."""
 
     own_loop = True
 
@@ -54,7 +54,7 @@ class Wiring:
 
     @contextmanager
     def examined(self) -> Iterator[Doctor]:
-        """Context around a loop. At its end all ranks together create the report, print it and write it.
+        """Context manager for a loop. At the end, all ranks together create, print and write the report.
 
         Objects prepared inside the context are measured too. If an error ends the loop, the report covers the steps
         that rank 0 has finished.
@@ -77,20 +77,20 @@ class Wiring:
             self.unwrap()
             examiner.teardown("fit")
 
-    # ---- what the doctor asks ---------------------------------------------------------------------------------------
+    # ---- facts for the doctor ---------------------------------------------------------------------------------------
 
     @property
     def strategy(self) -> Strategy:
-        """The processes and their device."""
+        """The Accelerator's strategy."""
         return self.accelerator.strategy
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds of communication so far, of the first trained model."""
+        """Seconds spent on communication so far, for the first trained model."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
-        """Let the models' strategies measure communication."""
+        """Make the models' strategies measure communication."""
         for strategy in self._replicas():
             strategy.measure_communication()
 
@@ -99,7 +99,7 @@ class Wiring:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per update."""
+        """Number of micro-batches per update."""
         return self.accelerator.gradient_state.num_steps
 
     @property
@@ -121,7 +121,7 @@ class Wiring:
     # ---- wrapping ---------------------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        """Wrap everything that was prepared so far."""
+        """Wrap everything that has been prepared so far."""
         accelerator, clock = self.accelerator, self.examiner.clock
         for name, part in _METHODS.items():
             self._set(accelerator, name, clock.around(part, getattr(accelerator, name)))
@@ -161,14 +161,14 @@ class Wiring:
         return counted
 
     def _pass(self, loader: Any, hand_out: Callable[..., Iterator[Any]], one: Any, iterator: Iterator[Any]) -> Any:
-        """Measure a pass over a loader, as evaluation if every model is in eval mode."""
+        """Measure a pass over a loader; it counts as evaluation if every model is in eval mode."""
         if self.modules and not any(module.training for module in self.modules):
             return self._evaluation(hand_out(one, iterator))
         self._trained = loader
         return hand_out(one, self.examiner.iterate(_FETCH, iterator))
 
     def _evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; all time until the last one is processed counts as evaluation."""
+        """Yield the batches; all time until the last batch has been processed counts as evaluation."""
         clock = self.examiner.clock
         before, clock.held = clock.enter(INDEX["evaluation"]), True
         try:
@@ -195,8 +195,8 @@ class Wiring:
 class PlannedLoop(Wiring):
     """A loop in a script that ``paceline doctor`` runs.
 
-    It is measured until the plan's number of batches is done or training ends; then the report is written, and the
-    program exits.
+    The loop is measured until it has processed the plan's number of batches or training ends. Then the report is
+    written, and the program exits.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
@@ -247,15 +247,15 @@ class PlannedLoop(Wiring):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless it failed: the report needs every process."""
+        """Write the report when the program ends, unless it failed. Writing the report needs every process."""
         if getattr(sys, "last_value", None) is None:
             self._finish()
 
 
 def _judge_what_is_done(examiner: Doctor) -> None:
-    """Report on a loop that an error ended, without hiding that error."""
+    """Report on a loop that was stopped by an error, without hiding that error."""
     try:
         examiner.interrupted()
         examiner.describe()
     except Exception as error:
-        messages.warn(f"The doctor could not report on the loop that failed: {type(error).__name__}: {error}")
+        messages.warn(f"The doctor could not report on the failed loop: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Findings about processes that work together."""
+"""Findings about how processes work together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ STRAGGLING = 0.15
 
 
 def _own(facts: Facts) -> float:
-    """Return a process's own seconds per step, without waits for others."""
+    """Return a process's own seconds per step, excluding the time that it waits for other processes."""
     return facts.step * (1 - facts.share("communication"))
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that all ranks wait for gradients. The last rank waits for no other rank."""
+    """Return the seconds per step that even the slowest rank, which waits for no other rank, waits for gradients."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Whether some ranks are unknown, so that a wait for gradients may be a wait for a late rank."""
+    """Return True if some ranks were not measured. A wait for gradients may then be a wait for one of these ranks."""
     return len(case) < case[0].world_size
 
 
@@ -50,7 +50,7 @@ def model_too_small(case: Case) -> Finding | None:
 
 
 def communication_bound(case: Case) -> Finding | None:
-    """Report gradient communication that is longer than the backward pass can hide."""
+    """Report gradient communication that takes longer than the backward pass can hide."""
     facts = case[0]
     wait = _on_the_way(case)
     share = wait / facts.step if facts.step else 0.0
@@ -72,7 +72,7 @@ def communication_bound(case: Case) -> Finding | None:
 
 
 def stragglers(case: Case) -> Finding | None:
-    """Report a process so slow that the other processes wait for it."""
+    """Report a process that is so slow that the other processes wait for it."""
     slowest = max(case, key=_own)
     others = [facts for facts in case if facts.rank != slowest.rank]
     if not others:

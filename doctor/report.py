@@ -22,11 +22,11 @@ from .step_clock import PARTS, WORDS
 
 @dataclass
 class Report:
-    """Measurements of all ranks, and the findings.
+    """The measurements of all ranks, and the findings.
 
     Attributes:
-        ranks: the facts of each rank, in rank order.
-        findings: the findings, the largest first.
+        ranks: each rank's facts, in rank order.
+        findings: the findings, largest first.
         trials: the changes that ``--try`` has tried, as rows of (what, samples per second, factor).
     """
 
@@ -42,18 +42,18 @@ class Report:
 
     @property
     def problems(self) -> list[Finding]:
-        """Findings that cost something in this run."""
+        """Findings that cost time in this run."""
         return [finding for finding in self.findings if not finding.is_note]
 
     # ---- text ------------------------------------------------------------------------------------------------------
 
     def verdict(self) -> str:
-        """Return the report in a few sentences."""
+        """Summarize the report in a few sentences."""
         first = self.ranks[0]
         if not first.steps:
             return (
-                f"The run was too short to say anything: the first {WARM_UP} batches do not count. Train on "
-                f"{WARM_UP + 1} or more."
+                f"The run was too short to say anything, because the first {WARM_UP} batches do not count. Train on "
+                f"{WARM_UP + 1} or more batches."
             )
         speed = first.samples_per_second
         rate = f", {speed * first.world_size:,.0f} samples per second" if speed else ""
@@ -66,14 +66,14 @@ class Report:
         return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
 
     def _alone(self) -> str:
-        """Return a sentence about the ranks that the report covers, if not all."""
+        """Return a sentence that says which ranks the report covers, or an empty string if it covers all."""
         count = self.ranks[0].world_size
         if len(self.ranks) == count:
             return ""
         return f" This report covers only rank 0 of {count}, because the run ended early."
 
     def _tried(self) -> str:
-        """Return the result of the tried changes, if any."""
+        """Return a sentence about the changes that were tried, or an empty string if there are none."""
         best = next((row for row in self.trials if row.get("best")), None)
         if best is None:
             return ""
@@ -96,7 +96,7 @@ class Report:
         return "\n".join(lines).rstrip()
 
     def scaling(self) -> str:
-        """Return how well the processes scale, if one process alone was tried; else an empty text."""
+        """Return a sentence about the scaling efficiency, or an empty string if one process alone was not tried."""
         count = self.ranks[0].world_size
         alone = next((row.get("samples_per_second") for row in self.trials if "one process" in row["what"]), None)
         together = self.trials[0].get("samples_per_second") if self.trials else None
@@ -109,7 +109,7 @@ class Report:
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return the split of a step by part and rank, without parts that took no time."""
+        """Return table rows with the time of each part of a step on each rank, without parts that took no time."""
         shown, ranks = self._shown(), self.ranks[:8]
         header = ["part of a step"]
         for facts in ranks:
@@ -144,9 +144,9 @@ class Report:
         return rows
 
     def say(self, answer: bool = False) -> None:
-        """Print the report: with rich in a terminal, else as plain text.
+        """Print the report, with rich in a terminal and otherwise as plain text.
 
-        With ``answer``, to standard output, because the report is the command's result.
+        With ``answer``, print to standard output, because the report is the command's result.
         """
         if not messages.is_rank_zero():
             return
@@ -158,7 +158,7 @@ class Report:
         Console(stderr=not answer).print(*self.rich())
 
     def rich(self) -> list[Any]:
-        """Return the report for a rich console."""
+        """Return the report as rich renderables."""
         from rich.markup import escape
         from rich.panel import Panel
         from rich.table import Table
@@ -192,18 +192,18 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """Build the report from a JSON file's data."""
+        """Create a report from a JSON file's data."""
         ranks = [Facts(**{key: value for key, value in one.items() if key != "parts"}) for one in data["ranks"]]
         return cls(ranks, [Finding(**one) for one in data["findings"]], data.get("trials", []))
 
     def write(self, folder: str | Path | None, name: str = "doctor") -> tuple[Path, Path]:
-        """Write ``<name>.html`` and ``<name>.json`` and report their paths."""
+        """Write ``<name>.html`` and ``<name>.json``, print where they are, and return their paths."""
         place = Path("." if folder is None else folder)
         place.mkdir(parents=True, exist_ok=True)
         page, data = place / f"{name}.html", place / f"{name}.json"
         page.write_text(self.html(), encoding="utf-8")
         data.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
-        messages.info(f"The doctor's page: {page} (with {data.name} next to it)")
+        messages.info(f"The doctor's report is in {page} (and as data in {data.name} next to it).")
         return page, data
 
     def html(self) -> str:
@@ -280,5 +280,5 @@ def _reasons(finding: Finding) -> list[str]:
 
 
 def _after_colon(text: str) -> str:
-    """Return a sentence as it continues after a colon: in lower case unless it starts with a name."""
+    """Return a sentence as it is written after a colon: in lowercase unless it starts with a name."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text

@@ -1,4 +1,4 @@
-"""The plan that ``paceline doctor`` passes to the script that it runs, in an environment variable.
+"""The plan that ``paceline doctor`` passes in an environment variable to the script that it runs.
 
 Imports only the standard library, because every Trainer and Accelerator checks it once.
 """
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: The environment variable that holds the plan, as JSON.
+#: The environment variable that contains the plan as JSON.
 VARIABLE = "PACELINE_DOCTOR"
 
 
 @dataclass
 class Plan:
-    """Plan for a run of a user's script.
+    """The plan for a run of a user's script.
 
     Attributes:
-        out: the JSON file for the report.
+        out: path of the report's JSON file.
         steps: number of batches to train on.
-        change: changes to try: Trainer arguments, and ``num_workers``, ``pin_memory`` and ``batch_factor`` of the
+        change: changes to try: Trainer arguments, and ``num_workers``, ``pin_memory`` and ``batch_factor`` for the
             training loader.
     """
 
@@ -31,12 +31,12 @@ class Plan:
     change: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Return the variable for the script's environment."""
+        """Return the environment variable to set for the script."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def found(cls) -> Plan | None:
-        """Return this process's plan, or None."""
+        """Return this process's plan, or None if there is none."""
         text = os.environ.get(VARIABLE)
         return None if not text else cls(**json.loads(text))
 

@@ -1,4 +1,4 @@
-"""The doctor in a script that ``paceline doctor`` runs: it measures some steps, writes a report and exits."""
+"""The doctor in a script that ``paceline doctor`` runs: measures some steps, writes a report and exits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PlannedDoctor(Doctor):
-    """Doctor that writes its report to the plan's file and ends the program after the fit."""
+    """A Doctor that writes its report to the plan's file and exits the program after the fit."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(write=False)
@@ -32,7 +32,7 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Use the changed training loader, and write checkpoints to a folder where no other run finds them."""
+        """Use the changed training loader, and write checkpoints to a folder where no other run will find them."""
         if trainer.state.fn != "fit":
             return
         change, source = loader_change(self.plan.change), trainer.current_run.source
@@ -44,12 +44,12 @@ class PlannedDoctor(Doctor):
             keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
 
     def attach(self, trainer: Trainer) -> None:
-        """End the fit after the plan's batches, unless it ends earlier by itself."""
+        """Make the fit stop after the plan's number of batches, unless it ends earlier."""
         super().attach(trainer)
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
             if not trainer.training_module.automatic_optimization:
-                steps = self.plan.steps * max(1, len(trainer.optimizers))  # each counts; most step in every batch
+                steps = self.plan.steps * max(1, len(trainer.optimizers))  # all optimizers' steps count
             trainer.max_steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
     def describe(self) -> None:
@@ -58,21 +58,21 @@ class PlannedDoctor(Doctor):
         Path(self.plan.out).write_text(json.dumps(self.report.as_dict()), encoding="utf-8")
 
     def interrupted(self) -> None:
-        """Do nothing: a failed script gives an error, not a report."""
+        """Do nothing, because a failed script results in an error, not in a report."""
 
     def ended(self) -> None:
-        """Exit after the fit."""
+        """Exit the program after the fit."""
         raise SystemExit(0)
 
 
 def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None = None, batch_factor: int = 1) -> Any:
-    """Return a DataLoader for the same data with other settings.
+    """Return a DataLoader for the same data with different settings.
 
     Raises:
-        ValueError: if this kind of loader cannot be changed.
+        ValueError: this kind of loader cannot be changed.
     """
     if type(loader) is not DataLoader:
-        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside; only a DataLoader can.")
+        raise ValueError(f"The doctor cannot change a {type(loader).__name__}. Pass a plain DataLoader.")
     workers = loader.num_workers if num_workers is None else num_workers
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -87,7 +87,7 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     }
     plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
     if batch_factor != 1 and not plain:
-        raise ValueError("This loader's batch size is set by its batch_sampler and cannot be changed from outside.")
+        raise ValueError("This loader's batch_sampler sets the batch size, so the doctor cannot change it.")
     if plain:
         options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}
         options["sampler"] = loader.sampler

@@ -1,4 +1,4 @@
-"""Clock that assigns every moment of a run to exactly one part of a step."""
+"""A clock that assigns every moment of a run to exactly one part of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Parts of a step and their names. ``other`` is the loop's own code, or the rest of a user's own loop.
+#: Parts of a step with their names in reports. ``other`` is the loop's own code, or the rest of a user's own loop.
 WORDS = {
     "data": "waiting for data",
     "copy": "copying to the device",
@@ -26,23 +26,23 @@ WORDS = {
 }
 PARTS = tuple(WORDS)
 INDEX = {name: index for index, name in enumerate(PARTS)}
-#: Index of the number of steps begun in a row of the clock, after the seconds of the parts.
+#: Index in a clock's row of the number of steps begun, which follows the seconds of the parts.
 STEPS = len(PARTS)
-#: Parts that include everything inside them: a validation has its own data and forward passes.
+#: Parts that include everything inside them, because a validation has its own data and forward passes.
 WHOLE = ("evaluation", "checkpoint")
-#: Number of newest rows that are kept.
+#: Maximum number of rows to keep; the oldest rows are dropped.
 MOST_ROWS = 20_000
 
 
 class Clock:
-    """Counts seconds for the current part; a nested part interrupts the outer one.
+    """Counts seconds for the current part; a nested part interrupts the outer part.
 
     Attributes:
-        totals: seconds by part since the start, and the number of steps begun.
+        totals: seconds by part since the start, followed by the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
-        hooks: seconds by hook, for named hooks.
-        marks: in measured steps, records the same switches on the device (:class:`.device_clock.DeviceClock`);
-            otherwise None.
+        hooks: seconds by hook name.
+        marks: in steps measured on the device, a function that records there when each part begins
+            (:class:`.device_clock.DeviceClock`); otherwise None.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")
@@ -56,7 +56,7 @@ class Clock:
         self.current, self.last = INDEX["other"], perf_counter()
 
     def around(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` with its time counted for ``part``."""
+        """Return a version of ``function`` whose time counts toward ``part``."""
         index, totals = INDEX[part], self.totals
 
         def timed(*args: Any, **kwargs: Any) -> T:
@@ -79,7 +79,7 @@ class Clock:
         return timed if part not in WHOLE else self._alone(index, function)
 
     def around_hook(self, part: str, name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Like :meth:`around`, but also record the hook's own time in ``hooks``, without nested parts."""
+        """Like :meth:`around`, but also record the hook's own time, without nested parts, in ``hooks``."""
         index, totals, hooks = INDEX[part], self.totals, self.hooks
         hooks.setdefault(name, 0.0)
 
@@ -97,7 +97,7 @@ class Clock:
         return timed
 
     def _alone(self, index: int, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` timed as a part that nested parts do not interrupt."""
+        """Return a version of ``function`` that is timed as a part that nested parts do not interrupt."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             if self.held:
@@ -112,7 +112,7 @@ class Clock:
         return timed
 
     def enter(self, index: int) -> int:
-        """Switch to a part; return the previous one."""
+        """Switch to a part; return the previous part."""
         now, before = perf_counter(), self.current
         self.totals[before] += now - self.last
         self.current, self.last = index, now
@@ -128,7 +128,7 @@ class Clock:
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """End the run, possibly inside a step. Only validations and checkpoints of that step count."""
+        """End the run. If a step is unfinished, only its validations and checkpoints count."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

@@ -1,4 +1,4 @@
-"""Findings about what happens in a step and around it."""
+"""Findings about the work in a step and around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVALUATION = 0.30
 CHECKPOINT = 0.15
 CALLBACKS = 0.15
 COMPILING = 0.20
-#: Average seconds of an operator (forward, backward, update) below which the call costs more than its computation.
+#: Average seconds per operator (forward, backward, update) below which the call costs more than its computation.
 SMALL_OPERATOR = 15e-6
 #: Largest number of samples in a small batch.
 SMALL_BATCH = 256
@@ -25,13 +25,13 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Return a part's fraction of the host's counted time; a device's step times exclude the time between steps."""
+    """Return a part's fraction of the host's counted time. Device times would exclude the time between steps."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
 
 def host_syncs(case: Case) -> Finding | None:
-    """Report lines of a step that make the host wait for the device."""
+    """Report lines in a step that make the host wait for the device."""
     facts = case[0]
     lines = [line for line in facts.lines if line["times"] >= 1]
     if not lines:
@@ -63,7 +63,7 @@ def host_syncs(case: Case) -> Finding | None:
 
 
 def _compiling(case: Case) -> str:
-    """Return the advice to compile. Compiling only the network can be slower if it is small."""
+    """Return advice on how to compile, with a warning if compiling could make a small network slower."""
     if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
         return "Trainer(compile='step'), which takes about 30 s to compile the whole step into one graph."
     asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")
@@ -126,7 +126,7 @@ def recompiles(case: Case) -> Finding | None:
 
 
 def evaluation_share(case: Case) -> Finding | None:
-    """Report that much of the time goes into validation."""
+    """Report that validation takes much of the time."""
     share = _of_loop(case, "evaluation")
     if share < EVALUATION:
         return None

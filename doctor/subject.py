@@ -1,4 +1,4 @@
-"""What the doctor reads from a Trainer's fit."""
+"""The facts that the doctor reads from a Trainer's fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSubject:
-    """A fit of a Trainer. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
+    """Provides facts about a Trainer's fit. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
 
     #: Whether the loop is the user's, without a Trainer.
     own_loop = False
@@ -25,22 +25,22 @@ class TrainerSubject:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self._trainer.state.updates
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds of communication so far."""
+        """Seconds spent on communication so far."""
         return self.strategy.communication_seconds() or {}
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per update."""
+        """Number of micro-batches per update."""
         return self._trainer.accumulate_grad_batches
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled, which prevents recording operators."""
+        """Whether the module, or a part of it, is compiled. If so, operators cannot be recorded."""
         return self._trainer.compile is not False or has_compiled(self.modules)
 
     @property
@@ -54,10 +54,10 @@ class TrainerSubject:
         return self._trainer.current_run.source.train_loader
 
     def measure_communication(self) -> None:
-        """Let the strategy measure communication."""
+        """Make the strategy measure communication."""
         self.strategy.measure_communication()
 
 
 def has_compiled(modules: Sequence[nn.Module]) -> bool:
-    """Whether one of the modules, or a part of one, is compiled."""
+    """Return True if one of the modules, or a part of one, is compiled."""
     return any(is_compiled(part) for module in modules for part in module.modules())

@@ -1,4 +1,4 @@
-"""``--try``: tries each change that may help in a short run and compares it with the original."""
+"""``--try``: makes a short run with each promising change, and compares its speed with the original run's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the changes worth trying: name, description and change of the plan. An own loop only changes its loader."""
+    """Yield the name, description and plan of each change worth trying; only loader changes in a user's own loop."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -43,7 +43,7 @@ def names(text: str) -> set[str]:
     """Parse a list of names such as ``"num_workers,compile"``.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: a name is unknown, or there are no names.
     """
     found = {name.strip() for name in text.split(",")} - {""}
     unknown = sorted(found - set(NAMES))
@@ -54,7 +54,7 @@ def names(text: str) -> set[str]:
 
 
 def speed(ranks: list[Facts]) -> float:
-    """Return samples per second of all processes together, or batches if the batch size is unknown."""
+    """Return all processes' total samples per second, or batches per second if the batch size is unknown."""
     return sum((facts.batch_size or 1) / facts.step for facts in ranks if facts.step)
 
 
@@ -64,10 +64,10 @@ def tried(
     say: Callable[[str], None],
     only: set[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Try all applicable changes; yield a row for the original run, then one for each change.
+    """Try all applicable changes; yield a row for the original run, then a row for each change.
 
-    ``measure`` runs the script with a change and returns the report's data; ``say`` prints which change is tried next;
-    ``only`` has the names of changes to try, None tries all.
+    ``measure`` runs the script with a change and returns the report's data. ``say`` prints which change is tried next.
+    ``only`` contains the names of the changes to try; None tries all changes.
     """
     first = report.ranks[0]
     before = speed(report.ranks)

@@ -1,4 +1,4 @@
-"""Watches other than the clock: lines that wait for the device, operators, garbage collection, compiling."""
+"""Watches other than the clock: lines that wait for the device, operators, garbage collection, compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import messages
 from ..torch_private import TorchDispatchMode, compiler_is_loaded, find_unique, off_compiling, on_compiling, read_number
 from .step_clock import INDEX, Clock
 
-#: Operators whose result the host must read before it continues, and how they are usually written.
+#: Operators whose result the host must read before it continues, with the code that usually causes them.
 _WAITS = {
     read_number: "reads a number out of a tensor (.item(), float(), bool(), if, print)",
     torch.ops.aten.nonzero: "asks how many elements are not zero (nonzero, where, a boolean index)",
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def users_line() -> tuple[str, int] | None:
-    """Return the running line outside torch and the standard library; None if it belongs to Paceline."""
+    """Return the innermost running line outside torch and the standard library; None if it belongs to Paceline."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner, is_own = messages.owner_of(frame), frame.f_globals.get("__package__") == __package__
@@ -49,14 +49,14 @@ def users_line() -> tuple[str, int] | None:
 
 
 class StepWatch(TorchDispatchMode):
-    """Count the operators of a step, and record the user's lines where the host would wait for a GPU.
+    """Counts a step's operators, and records the user's lines where the host would wait for a GPU.
 
-    It slows a step down a lot, so it watches only two warmup steps. On a GPU, torch itself reports where the host waits
-    (``torch.cuda.set_sync_debug_mode``), including waits that no operator shows.
+    Watching makes a step much slower, so only two warmup steps are watched. On a GPU, torch itself reports where the
+    host waits (``torch.cuda.set_sync_debug_mode``), including waits that do not show up as operators.
 
     Attributes:
         operators: number of operators so far.
-        lines: number of waits by (file, line, what).
+        lines: number of waits by (file, line number, reason for the wait).
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class StepWatch(TorchDispatchMode):
             self.lines[(*line, what)] += 1
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start watching a step."""
         self.steps += 1
         if torch.cuda.is_initialized():
             self._listen()
@@ -102,12 +102,12 @@ class StepWatch(TorchDispatchMode):
         self._undo += [lambda: kept.__exit__(None, None, None), lambda: torch.cuda.set_sync_debug_mode(before)]
 
     def end(self) -> None:
-        """End the step, also after an error; a second call does nothing."""
+        """Stop watching the step, also after an error; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
     def found(self) -> list[Line]:
-        """Return the lines, the most frequent first, with their number of waits per step."""
+        """Return the lines, most frequent first, with their number of waits per step."""
         per_step = max(self.steps, 1)
         return [
             Line(file, number, linecache.getline(file, number).strip(), what, -(-times // per_step))
@@ -116,7 +116,7 @@ class StepWatch(TorchDispatchMode):
 
 
 class Collections:
-    """Time and number of runs of Python's garbage collector.
+    """Measures how long and how often Python's garbage collector runs.
 
     Attributes:
         seconds: total seconds.
@@ -146,7 +146,7 @@ class Collections:
 
 
 class Compilations:
-    """Counts torch.compile's time on a clock, and records this run's recompilations."""
+    """Measures torch.compile's time with a clock, and records this run's recompilations."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._before = clock, INDEX["other"]
@@ -154,7 +154,7 @@ class Compilations:
         self._known: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Start watching, if torch's compiler is imported; otherwise nothing is compiled."""
+        """Start watching if torch's compiler has been imported; otherwise nothing is compiled."""
         if not compiler_is_loaded():
             return
         from ..strategies.recompile_watch import watch_compiling
@@ -175,7 +175,7 @@ class Compilations:
             off_compiling(self._enter, self._leave)
 
     def found(self) -> list[tuple[str, int, str]]:
-        """Return recompiled functions, the most frequent first: name, number of recompilations, last reason."""
+        """Return the recompiled functions, most frequent first: name, number of recompilations and last reason."""
         if self._watch is None:
             return []
         again = self._watch.recompilations - self._known

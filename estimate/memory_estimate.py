@@ -1,4 +1,4 @@
-"""Estimate the memory of a model and its training, without allocating it."""
+"""Estimates the memory that a model and its training need, without allocating it."""
 
 from __future__ import annotations
 
@@ -41,22 +41,23 @@ class MemoryEstimate:
     The peak is less than the sum of the parts, because activations are freed while gradients are created.
 
     Attributes:
-        precision: as in ``Trainer(precision=...)``.
+        precision: precision, as in ``Trainer(precision=...)``.
         strategy: name of the strategy.
         num_processes: number of processes.
-        batch_size: samples in one process's batch; None without a batch.
-        weights: parameters and buffers; with sharding, this process's shards.
-        gradients: gradients at the update.
-        optimizer: the optimizer's state.
-        activations: tensors that forward saves for backward, and the batch; None without a batch, or if the step runs
-            backward itself.
-        training: peak memory of training; a lower bound without a batch.
-        training_phase: phase of the peak: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"setup"``.
+        batch_size: number of samples in one process's batch; None if no batch was given.
+        weights: bytes of parameters and buffers; with sharding, only of this process's shards.
+        gradients: bytes of gradients during the optimizer step.
+        optimizer: bytes of the optimizer's state.
+        activations: bytes of the batch and of the tensors that forward saves for backward; None if no batch was given,
+            or if the step runs backward itself.
+        training: peak memory during training; only a lower bound if no batch was given.
+        training_phase: phase in which the peak occurs: ``"forward"``, ``"backward"``, ``"optimizer step"`` or
+            ``"setup"``.
         training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``
-            (DDP's buckets; weights that FSDP gathers from other processes) and ``temporary``.
-        inference: peak memory of a forward pass without gradients; None in the same cases as ``activations``.
-        host: host memory with ``cpu_offload``.
-        guessed: whether the step reads values from tensors, so that its memory may depend on them.
+            (DDP's buckets, or the weights that FSDP has gathered from other processes) and ``temporary``.
+        inference: peak memory of a forward pass without gradients; None whenever ``activations`` is None.
+        host: host memory used by ``cpu_offload``.
+        guessed: whether the step reads values from tensors, so that the memory may depend on these values.
     """
 
     precision: str
@@ -75,7 +76,7 @@ class MemoryEstimate:
     guessed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields as plain data."""
+        """Return all fields as plain data."""
         return asdict(self)
 
 
@@ -92,32 +93,32 @@ def estimate_memory(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> MemoryEstimate:
-    """Estimate the memory for training by running two steps on tensors that have shapes but no memory.
+    """Estimate the memory needed for training by running two steps on tensors that have shapes but no memory.
 
-    Forward, backward and update run as under the strategy and the precision, and gradients are cleared after the
-    update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP counts as one process plus its
-    buckets, which are a copy of all gradients (none with ``gradient_as_bucket_view``). The estimate excludes the
+    Forward, backward and update run as they would under the strategy and the precision, and gradients are cleared after
+    the update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP counts as one process plus
+    its buckets, which are a copy of all gradients (no copy with ``gradient_as_bucket_view``). The estimate excludes the
     process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside library operations, allocator
     fragmentation, and the setup of the run.
 
     Args:
         module: a model or a ``TrainingModule``, possibly on the meta device; it is copied and not changed.
-        batch: one process's batch; None for weights, gradients and optimizer state only.
+        batch: one process's batch; if None, only weights, gradients and optimizer state are estimated.
         optimizer: a name in ``torch.optim``, or a function that creates an optimizer from parameters; None uses
             ``configure_optimizers``, or AdamW for a plain module.
-        loss: ``loss(module, batch)``; None for ``training_step``, or the output's ``loss``, or the mean of other
-            outputs (a mapping is passed to the module by name, a tuple in order).
-        precision: as in ``Trainer(precision=...)``.
+        loss: ``loss(module, batch)``; None uses ``training_step``, or else the output's ``loss``, or else the mean of
+            the outputs (a mapping is passed to the module by name, a tuple in order).
+        precision: same as in ``Trainer(precision=...)``.
         strategy: ``"single_device"``, ``"ddp"``, ``"fsdp"``, ``"fsdp_cpu_offload"``, or a ``DDPStrategy`` or
             ``FSDPStrategy``.
         num_processes: number of processes for DDP and FSDP.
-        accumulate_grad_batches: micro-batches in a window.
-        activation_checkpointing: True for the repeated blocks, or a value that ``FSDPStrategy`` accepts.
+        accumulate_grad_batches: number of micro-batches in a window.
+        activation_checkpointing: True recomputes the repeated blocks; or a value that ``FSDPStrategy`` accepts.
         device: device whose kernels are simulated; without a GPU, estimates for a GPU use the CPU's kernels.
 
     Raises:
         ValueError: a name is unknown, or arguments contradict each other.
-        RuntimeError: the step cannot run without values. Leave ``batch`` out to estimate everything but activations.
+        RuntimeError: the step cannot run without values. Leave out ``batch`` to estimate everything but activations.
 
     Example:
         >>> found = estimate_memory(nn.Linear(1000, 1000), torch.empty(8, 1000), precision="bf16-mixed")
@@ -126,8 +127,8 @@ def estimate_memory(
     """
     if strategy in _SINGLE and num_processes != 1:
         raise ValueError(
-            f"estimate_memory: strategy={strategy!r} and num_processes={num_processes} contradict each other: this "
-            "strategy runs in one process. Use strategy='ddp' or 'fsdp'."
+            f"estimate_memory: strategy={strategy!r} and num_processes={num_processes} contradict each other, because "
+            "this strategy runs in one process. Use strategy='ddp' or 'fsdp'."
         )
     return estimate_strategies(
         module,
@@ -156,7 +157,7 @@ def estimate_strategies(
     activation_checkpointing: Any = None,
     device: str | torch.device = "cpu",
 ) -> list[MemoryEstimate]:
-    """Like :func:`estimate_memory`, but for several strategies; they share simulated steps if possible."""
+    """Like :func:`estimate_memory`, but for several strategies, which share simulated steps if possible."""
     found, run = [], {}
     for asked in strategies:
         processes = 1 if asked in _SINGLE else num_processes
@@ -176,7 +177,7 @@ def estimate_strategies(
 
 
 class _Plan(NamedTuple):
-    """The strategy to simulate, and what to add to the result."""
+    """The strategy to simulate, and how to adjust the simulated result."""
 
     name: str
     strategy: Strategy
@@ -188,7 +189,7 @@ class _Plan(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Plans with the same key share a simulation."""
+        """A key that is the same for plans that share a simulation."""
         return type(self.strategy) if self.shared else id(self.strategy)
 
 
@@ -218,14 +219,14 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         found.activation_checkpointing = checkpointing
     found.precision = chosen
     DistributedStrategy.place(found, [device] * processes)
-    found._cluster = None  # it would be the launcher's, if this process has one
+    found._cluster = None  # otherwise the strategy would use this process's launcher
     found._mesh_shape()
     return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
 def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
-    if found.name == "16-mixed":  # it is unknown whether a scaled gradient overflows; the scale itself takes 4 bytes
+    if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
     vars(found)["convert_module"] = lambda module: module  # the copy already has the dtype
     return found
@@ -248,10 +249,10 @@ def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
-            f"The memory of a step of {owner} cannot be estimated: without values it raised "
-            f"{type(error).__name__}: {first} If the step works with real tensors, it reads values from them, or uses "
-            "an operation whose output shape torch cannot infer. Leave the batch out to estimate only weights, "
-            "gradients and optimizer state."
+            f"The memory of a step of {owner} cannot be estimated, because the step raised an error when it ran "
+            f"without values: {type(error).__name__}: {first} If the step works with real tensors, it reads values "
+            "from them, or uses an operation whose output shape torch cannot infer. Leave out the batch to estimate "
+            "only weights, gradients and optimizer state."
         ) from error
 
 
@@ -287,11 +288,11 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
-    """The block or layer with the most bytes: the largest unit that is not split between devices.
+    """Return the block or layer with the most bytes, which is the largest unit that is not split between devices.
 
     Args:
-        sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``; a name without a
-            number belongs to its layer.
+        sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``. A parameter whose
+            name has no number belongs to its layer.
     """
     layers: dict[str, int] = {}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Simulate training with a Trainer on tensors that have shapes but no memory."""
+"""Simulates training with a Trainer on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .tensor_lifetimes import Ledger
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: Phases of the run itself: memory in these phases counts toward the training peak.
+#: The phases of training. Memory used in these phases counts toward the training peak.
 PHASES = ("forward", "backward", "optimizer step")
 
 
@@ -38,7 +38,7 @@ class Copier:
 
     Args:
         mode: the mode in which the new tensors are created.
-        dtype: dtype of floating-point tensors; None to keep it.
+        dtype: dtype for floating-point tensors; None keeps each tensor's dtype.
     """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -46,7 +46,7 @@ class Copier:
         self._made: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same shape and layout."""
+        """Return a tensor with the same shape and layout."""
         if id(tensor) not in self._made:
             dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
@@ -60,7 +60,7 @@ class Copier:
         return self._made[id(tensor)]
 
     def module(self, module: nn.Module) -> nn.Module:
-        """A copy of the module."""
+        """Return a copy of the module."""
         held = [module.parameters(), module.buffers(), *(pytree.tree_leaves(vars(one)) for one in module.modules())]
         for tensor in (value for values in held for value in values if isinstance(value, Tensor)):
             self.tensor(tensor)
@@ -69,25 +69,25 @@ class Copier:
         except Exception as error:
             raise TypeError(
                 f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}). The estimate works on a "
-                "copy so that your module stays unchanged. Pass a function that builds the module."
+                "copy so that your module stays unchanged. Pass a function that creates the module."
             ) from error
 
     def batch(self, batch: Any) -> Any:
-        """A copy of a batch whose tensors have no memory."""
+        """Return a copy of a batch whose tensors have no memory."""
         if isinstance(batch, Mapping) and type(batch) is not dict:
             batch = dict(batch)
         return pytree.tree_map_only(Tensor, self.tensor, batch)
 
 
 class Rehearsal:
-    """A copy of a module that trains on one batch without memory.
+    """Trains a copy of a module on one batch without allocating memory.
 
     Args:
-        batch: one process's batch; None runs no steps.
-        strategy: a placed strategy; with several processes, this simulates the first process.
-        optimizer: creates the optimizers from the copied module.
-        loss: ``loss(module, batch)``; None for :func:`loss_of`.
-        activation_checkpointing: as for ``FSDPStrategy``.
+        batch: one process's batch; if None, no steps are run.
+        strategy: a strategy that has been placed; with several processes, the first process is simulated.
+        optimizer: function that creates the optimizers from the copied module.
+        loss: ``loss(module, batch)``; None means :func:`loss_of`.
+        activation_checkpointing: same as for ``FSDPStrategy``.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Rehearsal:
             yield
 
     def set_up(self) -> None:
-        """Let the strategy set up the module, and create the optimizers."""
+        """Set up the module with the strategy, and create the optimizers."""
         ledger = self.ledger
         if self.activation_checkpointing not in (None, False) and not self.strategy.communicates_forward:
             policy = self.activation_checkpointing
             checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
-        if self.strategy.communicates_forward:  # otherwise the copy already has the right device and dtype
+        if self.strategy.communicates_forward:  # other strategies leave the module as the copy already is
             self.module = self.strategy.setup_module(self.module)
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         for parameter in self.module.parameters():
@@ -147,7 +147,7 @@ class Rehearsal:
             self.ledger.claim([parameter.grad], "gradients")
 
     def _attach(self) -> None:
-        """Give a TrainingModule a Trainer, and make logging do nothing."""
+        """Attach a TrainingModule to a Trainer, and turn its logging off."""
         module = self.module
         if not isinstance(module, TrainingModule):
             return
@@ -201,7 +201,8 @@ class Rehearsal:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise TypeError(
-                    f"{type(self.module).__name__}: the step returned {type(loss).__name__} instead of a loss."
+                    f"{type(self.module).__name__}: the step returned {type(loss).__name__} instead of a loss. Return "
+                    "a tensor, or a dict with a tensor under 'loss'."
                 )
             self.ledger.begin("backward")
             self.strategy.backward(loss)
@@ -216,11 +217,12 @@ class Rehearsal:
             if automatic:
                 self.strategy.optimizer_step(optimizer)
             self.ledger.claim(self.states(), "optimizer")
+        for optimizer in self.optimizers:
             clear_gradients(optimizer)
         self.ledger.begin("between")
 
     def states(self) -> list[Tensor]:
-        """The tensors in the optimizers' state."""
+        """Return the tensors in the optimizers' state."""
         states = [optimizer.state for optimizer in self.optimizers]
         return [
             value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)
@@ -237,14 +239,14 @@ class Rehearsal:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Call a module: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
+    """Call a module; a mapping is passed as keyword arguments, and a tuple or list as positional arguments."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a module's output, or else the sum of its floating-point tensors' float32 means."""
+    """Return the loss in a module's output, or else the sum of its floating-point tensors' float32 means."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -252,17 +254,20 @@ def loss_of(output: Any) -> Tensor:
         return output
     found = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     if not found:
-        raise TypeError(f"The module returned {type(output).__name__} without a floating-point tensor; pass loss=.")
+        raise TypeError(
+            f"The module returned {type(output).__name__} without a floating-point tensor, so there is no loss to "
+            "train on. Pass loss=..."
+        )
     return torch.stack([value.float().mean() for value in found]).sum()
 
 
 @contextmanager
 def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
-    """Context with a fake process group in which only the first process exists and nothing is sent."""
+    """Context manager with a fake process group, in which only the first process exists and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError(
             "Estimating sharded training needs its own process group, but this process has already joined one. "
-            "Estimate before joining it, or on the command line: paceline estimate-memory."
+            "Run the estimate before joining one, or on the command line: paceline estimate-memory."
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
@@ -273,7 +278,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
 
 
 def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
-    """The optimizers for a module; see the ``optimizer`` argument of :func:`.memory_estimate.estimate_memory`."""
+    """Create a module's optimizers; see the ``optimizer`` argument of :func:`.memory_estimate.estimate_memory`."""
     if asked is None and isinstance(module, TrainingModule):
         return configure(module)[0]
     if asked is None:
@@ -287,7 +292,7 @@ def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
 
 
 def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
-    """Choose the same update implementation as torch does for real tensors on a GPU."""
+    """Choose the same optimizer implementation that torch chooses for real tensors on a GPU."""
     for group in optimizer.param_groups:
         if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
@@ -301,7 +306,7 @@ def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces ``self.log``."""
+    """Do nothing, in place of ``self.log``."""
 
 
 class _NoHooks:

@@ -1,4 +1,4 @@
-"""Record the lifetimes of tensors in a program that runs on tensors without memory."""
+"""Record the lifetimes of tensors in a program that runs on simulated tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ..torch_private import (
     storage_key,
 )
 
-#: Kinds of memory. ``gathered``: other processes' weights, and gradient buckets; ``temporary``: short-lived tensors in
-#: operations and backward passes.
+#: Kinds of memory. ``gathered`` means other processes' weights and gradient buckets; ``temporary`` means short-lived
+#: tensors in operations and backward passes.
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
 
 _PATCHING = threading.RLock()
 
 
 class Moment(NamedTuple):
-    """The memory at one moment.
+    """The memory in use at one moment.
 
     Attributes:
-        bytes: total memory.
-        by_kind: memory by kind.
+        bytes: total bytes.
+        by_kind: bytes by kind of memory.
         phase: ``"setup"``, ``"inference"``, ``"forward"``, ``"backward"``, ``"optimizer step"``, ...
     """
 
@@ -47,14 +47,15 @@ class Moment(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Records when storages are created, resized and freed. Enter it inside FakeTensorMode.
 
-    Reading a value from a tensor (``.item()``, ``if tensor:``) returns False, 1 or 1.0, and sets ``guessed``.
+    Tensors have no values here, so reading a value (``.item()``, ``if tensor:``) returns a placeholder (False, 1 or
+    1.0, depending on the dtype) and sets ``guessed``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.guessed = False
         self.phases: list[tuple[int, str]] = [(0, "setup")]
-        self._events: list[tuple[int, int]] = []  # (a storage's number, the bytes that it grew by)
+        self._events: list[tuple[int, int]] = []  # (storage number, growth in bytes)
         self._born: list[str] = []
         self._kinds: dict[int, str] = {}
         self._living: dict[int, list[int]] = {}  # storage -> [number, bytes]
@@ -63,7 +64,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first resolve it to operations on local tensors and communication
+            return NotImplemented  # let DTensor resolve this to operations on local tensors and communication first
         kwargs = kwargs or {}
         if func is grouped_mm.default:
             result = _grouped(*args, **kwargs)
@@ -119,7 +120,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context that records operations and resized storages."""
+        """Context manager that records operations and resized storages."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
@@ -142,7 +143,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def most(self) -> dict[str, int]:
-        """The peak of each kind during training."""
+        """The peak of each kind of memory during training."""
         now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         start = max((index for index, phase in self.phases if phase == "ready"), default=0)
         for index, (number, grown) in enumerate(self._events):
@@ -155,11 +156,11 @@ class Ledger(TorchDispatchMode):
         return most
 
     def peak(self, counts: Callable[[str], bool], constant: dict[str, int] | None = None) -> Moment:
-        """The moment with the most memory.
+        """Return the moment with the highest memory use.
 
         Args:
-            counts: whether a phase is included.
-            constant: bytes that exist all the time, by kind; they replace the recorded bytes of these kinds.
+            counts: returns True for each phase to include.
+            constant: bytes that are in use all the time, by kind; they replace the recorded bytes of these kinds.
         """
         constant = constant or {}
         now = dict.fromkeys(KINDS, 0) | constant
@@ -178,7 +179,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """An empty result for a grouped matrix product, because torch's own shape function only supports bfloat16."""
+    """Return an empty result for a grouped matrix product; torch's own shape function supports only bfloat16."""
     if a.dim() == 2 and b.dim() == 2:
         groups = 1 if offs is None else offs.shape[0]
         shape = (groups, a.shape[0], b.shape[1])

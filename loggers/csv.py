@@ -1,4 +1,4 @@
-"""``CSVLogger``: logs a run to a single CSV file."""
+"""``CSVLogger``: log a run to a single CSV file."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .. import messages
 from .folder import HPARAMS_FILE, FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
 
-#: Columns that every row fills, before the metrics.
+#: Columns at the start of every row, before the metrics.
 FIRST_COLUMNS = ("step", "epoch", "wall_time")
 
 
 class CSVLogger(FolderLogger):
-    """Log to ``metrics.csv``: one row per step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
+    """Logs to ``metrics.csv``: one row per step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
 
-    ``wall_time`` is in seconds since 1970. Values of one step share a row; a cell is empty where a metric was not
-    logged. If a metric is logged twice at one step, a new row starts, so no value is lost. A metric named like one of
-    the first three columns appears as ``metric/<name>``.
+    ``wall_time`` is in seconds since 1970. Values logged at the same step share a row, and the cells of metrics that
+    were not logged are empty. If a metric is logged twice at one step, a new row starts, so no value is lost. A metric
+    with the name of one of the first three columns appears as ``metric/<name>``.
 
     Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
-    and at the end of the run. The file is rewritten only when a new metric appears, and it is then replaced atomically.
+    and at the end of the run. Only when a new metric appears is the file rewritten and replaced atomically.
 
     Args:
-        save_dir: the folder of all experiments.
-        name: the experiment, a folder in ``save_dir``; None for no such folder.
-        version: which run. None uses a new number; an existing version is continued.
-        prefix: prefix of each metric's name, followed by a dash.
-        flush_logs_every_n_steps: largest number of steps between two writes to the file.
+        save_dir: the folder for all experiments.
+        name: the experiment's name, which is a folder in ``save_dir``; None for no such folder.
+        version: the run's version. None selects a new number; an existing version is continued.
+        prefix: prefix for each metric's name, followed by a dash.
+        flush_logs_every_n_steps: maximum number of steps between two writes to the file.
 
     Example:
         >>> trainer = Trainer(logger=CSVLogger("logs"))  # doctest: +SKIP
@@ -52,21 +52,21 @@ class CSVLogger(FolderLogger):
         if flush_logs_every_n_steps < 1:
             raise ValueError(
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r}) would never write a row. "
-                "Set it to 1 or more; 1 writes at every step."
+                "Pass 1 to write at every step, or a larger number."
             )
         self._flush_every_n_steps = flush_logs_every_n_steps
 
     @property
     def experiment(self) -> ExperimentWriter:
-        """The file's writer, with :attr:`ExperimentWriter.metrics_file_path`."""
+        """The :class:`ExperimentWriter` that writes the file."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step; ``step`` defaults to the last one plus 1."""
+        """Log values for one step. By default, ``step`` is the previous step plus 1."""
         self._add(numbers(metrics), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers and strings of one step."""
+        """Log numbers and strings for one step."""
         if options:
             super().log_record(values, step, **options)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
@@ -108,15 +108,15 @@ class CSVLogger(FolderLogger):
 
 
 class ExperimentWriter:
-    """Writes rows, and sometimes columns, to ``metrics.csv`` in a folder, and continues an existing file.
+    """Writes rows to ``metrics.csv`` in a folder, adds columns when needed, and continues an existing file.
 
     Args:
-        log_dir: the folder, which exists.
+        log_dir: the folder, which must exist.
 
     Attributes:
-        metrics_file_path: the file.
-        columns: the names in its first line.
-        metrics: the rows that the next :meth:`save` writes.
+        metrics_file_path: path of the file.
+        columns: the column names in the file's first line.
+        metrics: the rows that the next :meth:`save` will write.
     """
 
     NAME_METRICS_FILE = "metrics.csv"
@@ -135,11 +135,11 @@ class ExperimentWriter:
             self._continue()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add the values of one step, with the epoch as ``"epoch"``; ``step`` defaults to the last one plus 1."""
+        """Add values for one step, including ``"epoch"``. By default, ``step`` is the previous step plus 1."""
         self.add(numbers(metrics), self._last.get("step", -1) + 1 if step is None else step)
 
     def add(self, values: dict[str, Any], step: int) -> None:
-        """Add numbers and texts to the row of their step."""
+        """Add numbers and strings to their step's row."""
         last, first = self._last, dict[str, float](step=step)
         if "epoch" in values:
             epoch = number("epoch", values.pop("epoch"))
@@ -161,7 +161,7 @@ class ExperimentWriter:
             self._flushed_step = step
 
     def is_due(self, every_n_steps: int) -> bool:
-        """Whether so many steps or rows have passed since :meth:`save`."""
+        """Return True if this many steps or rows have been added since the last :meth:`save`."""
         steps = abs(self._last["step"] - (self._flushed_step or 0)) if self._last else 0
         return steps >= every_n_steps or len(self.metrics) >= every_n_steps
 
@@ -187,7 +187,7 @@ class ExperimentWriter:
         self.metrics = []
 
     def is_deleted(self) -> bool:
-        """Whether the file was written and then deleted."""
+        """Return True if the file was written and then deleted."""
         return self._end > 0 and not os.path.exists(self.metrics_file_path)
 
     def begin_again(self) -> None:
@@ -197,7 +197,7 @@ class ExperimentWriter:
             self._last = {}
 
     def place(self) -> dict[str, Any]:
-        """Save to disk; return the position: the number of rows, and the last row, which may get more values."""
+        """Save to disk and return the position: the number of rows, and the last row, which may still be extended."""
         self.save()
         to_disk(self.metrics_file_path)
         return {"rows": self._rows, "last": dict(self._last)}
@@ -206,15 +206,15 @@ class ExperimentWriter:
         """Return to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
         for torn in glob(
             f"{escape(self.metrics_file_path)}.*.tmp"
-        ):  # left by a process that was killed while replacing the file
+        ):  # left behind by a process that was killed while replacing the file
             os.remove(torn)
         found = self._read()
         kept = found[: rows - 1 if last else rows]
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.metrics_file_path} has {len(found)} rows, but the resumed run had written {rows}: {lost} of "
-                "them are lost. Keep the file with the checkpoints when you move them."
+                f"{self.metrics_file_path} has {len(found)} rows, but the resumed run had written {rows}, so "
+                f"{lost} rows are lost. When you move checkpoints, move this file with them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:
@@ -226,14 +226,14 @@ class ExperimentWriter:
             self._last_start = self._end - len(_line(kept[-1])) if last else None
 
     def _continue(self) -> None:
-        """Read the columns and rows of an existing file, without an incomplete last line."""
+        """Read the columns and rows of an existing file, ignoring an incomplete last line."""
         with open(self.metrics_file_path, "rb") as file:
             self._end = file.read().rfind(b"\n") + 1
         self.columns = self._read(header=True)[0] if self._end else []
         self._rows = len(self._read())
 
     def _read(self, header: bool = False) -> list[list[Any]]:
-        """Return the rows of the file."""
+        """Return the file's rows."""
         if not os.path.exists(self.metrics_file_path):
             return []
         with open(self.metrics_file_path, "rb") as file:
@@ -242,11 +242,11 @@ class ExperimentWriter:
 
     @property
     def _start(self) -> int:
-        """Offset at which waiting rows are written: the end, or the last row if it has new values."""
+        """Offset at which to write the waiting rows: the file's end, or the last row's start if it has new values."""
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
-        """Replace the file with one that has more columns, without a last row that is about to be rewritten."""
+        """Replace the file with one that has more columns, leaving out a last row that is about to be rewritten."""
         rows = self._read() if self._last_start is None else self._read()[:-1]
         self._replace(list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new])), rows)
         self._last_start = None
@@ -264,12 +264,12 @@ class ExperimentWriter:
 
 
 def _beside_first_columns(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with other names for those that are named like a column of every row."""
+    """Rename values that have the name of one of the first columns."""
     for name in FIRST_COLUMNS:
         if name in values:
             messages.warn_once(
-                f"The metric {name!r} is written to the column 'metric/{name}' of metrics.csv, because each row has "
-                f"its own {name!r}. Log it under another name to choose the column yourself."
+                f"The metric {name!r} is written to the column 'metric/{name}' in metrics.csv, because the column "
+                f"{name!r} is reserved. To choose another column, log the metric under another name."
             )
             values[f"metric/{name}"] = values.pop(name)
     return values

@@ -1,4 +1,4 @@
-"""Base of loggers that write each run to its own folder."""
+"""Base class for loggers that write each run to its own folder."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .base import Logger, rank_zero_experiment
 from .values import mapping, plain
 
 HPARAMS_FILE = "hparams.yaml"
-#: Its text without hyperparameters.
+#: The file's text if there are no hyperparameters.
 _NOTHING = "{}\n"
 
 
 class FolderLogger(Logger):
-    """Write each run to ``save_dir/name/version_N``, with its hyperparameters in ``hparams.yaml``.
+    """Writes each run to ``save_dir/name/version_N``, with its hyperparameters in ``hparams.yaml``.
 
-    The version is chosen when it is first used: one more than the highest existing number. It is claimed by creating
-    the folder, so two runs that start at the same moment get two folders. A version that you give is used unchanged; if
-    it exists, the run continues in it and nothing in it is overwritten.
+    The version is chosen on first use, as one more than the highest existing number. Creating the folder reserves it,
+    so two runs that start at the same moment get different folders. A version that you pass is used unchanged. If its
+    folder exists, the run continues there and overwrites nothing.
 
-    A resumed fit continues in the folder of the run that wrote the checkpoint, and removes the values that this run
-    logged after it. A hidden file in the folder identifies the run, so the folder may be moved, and other runs' folders
-    are left alone. A version that you give is kept: the log continues only if the checkpoint belongs to the same
-    version.
+    A resumed fit continues in the folder of the run that wrote the checkpoint, and removes the values that the run
+    logged after that checkpoint. A hidden file in the folder identifies the run, so the folder may be moved, and other
+    runs' folders are not touched. If you pass a version, it is kept, and the log continues only if the checkpoint
+    belongs to the same version.
 
-    The object can be pickled and deep-copied; a copy opens its own files and appends to them.
+    The object can be pickled and deep-copied. A copy opens its own files and appends to them.
 
     Args:
-        save_dir: the folder of all experiments, on a local or mounted file system.
-        name: the experiment, a folder in ``save_dir``; None or ``""`` for no such folder.
+        save_dir: the folder for all experiments, on a local or mounted file system.
+        name: the experiment's name, which is a folder in ``save_dir``; None or ``""`` for no such folder.
         version: a number for ``version_N``, a string to use as the folder's name, or None for a new number.
-        prefix: prefix of each metric's name, followed by a dash.
+        prefix: prefix for each metric's name, followed by a dash.
     """
 
     NAME_HPARAMS_FILE = HPARAMS_FILE
@@ -50,12 +50,12 @@ class FolderLogger(Logger):
         if "://" in os.fspath(save_dir):
             raise ValueError(
                 f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. "
-                "Pass a local or mounted folder and copy it afterwards."
+                "Pass a local or mounted folder, and copy it after the run."
             )
         if not _is_version(version):
             raise ValueError(
-                f"{who}: version={version!r} is not a version: a version is a number from 0 or the name of a folder. "
-                "Set version=3 or version='my_run', or leave it out for the next free number."
+                f"{who}: version={version!r} must be a number of 0 or more, or the name of a folder. Pass version=3 or "
+                "version='my_run', or leave out version to use the next free number."
             )
         self.hparams: dict[str, Any] = {}
         self._save_dir = os.fspath(save_dir)
@@ -113,7 +113,7 @@ class FolderLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's hyperparameters and write them to ``hparams.yaml``; ``metrics`` are logged at step 0."""
+        """Add to the run's hyperparameters and write them to ``hparams.yaml``. Log ``metrics`` at step 0."""
         self.hparams.update(plain(mapping(params)))
         if not messages.is_rank_zero():
             return
@@ -123,7 +123,7 @@ class FolderLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def save(self) -> None:
-        """Write ``hparams.yaml`` if the run's folder has none yet. Subclasses also flush their logged values."""
+        """Write ``hparams.yaml`` if it is missing in the run's folder. Subclasses also flush their logged values."""
         if self._hparams_written or self._version is None or not messages.is_rank_zero():
             return
         if os.path.isdir(self.log_dir) and not os.path.exists(os.path.join(self.log_dir, HPARAMS_FILE)):
@@ -139,7 +139,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether this logger may use the folder of the state's version, and the folder still belongs to that run."""
+        """Return True if this logger may use the folder of the state's version and it still belongs to that run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False
@@ -161,18 +161,18 @@ class FolderLogger(Logger):
         return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
 
     def _mark_of(self, version: int | str) -> Path:
-        """Return the file that identifies the folder's run; several loggers may share a folder."""
+        """Return the file that identifies the folder's run. Several loggers may share a folder."""
         return Path(self._dir_of(version)) / f".{type(self).__name__}.run"
 
     def _is_deleted(self) -> bool:
-        """Whether the log was deleted after it was written."""
+        """Return True if the log was deleted after it was written."""
         return not os.path.isdir(self.log_dir)
 
     def _restore(self) -> None:
-        """Warn that the log was deleted while it was written, and start a new one in the same folder."""
+        """Warn that the log was deleted during the run, and start a new one in the same folder."""
         messages.warn(
             f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so its contents are "
-            "lost. Logging continues there in a new file."
+            "lost. Logging continues in a new file in the same place."
         )
         os.makedirs(self.log_dir, exist_ok=True)
         self._run_marked = False
@@ -185,12 +185,12 @@ class FolderLogger(Logger):
         self._experiment = None
 
     def _open(self) -> Any:
-        """Create the writer. The run's folder exists."""
-        raise NotImplementedError(f"{type(self).__name__} does not define its writer. Define _open(self).")
+        """Create the writer. The run's folder already exists."""
+        raise NotImplementedError(f"{type(self).__name__} must define _open(self), which creates its writer.")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Explain an error about a folder that cannot be written to."""
+        """Context manager that explains errors about a folder that cannot be written to."""
         try:
             yield
         except OSError as error:
@@ -250,7 +250,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file and its directory entry to disk, if it exists."""
+    """Flush a file, if it exists, and its directory entry to disk."""
     for part in (path, os.path.dirname(path)) if os.path.exists(path) else ():
         handle = os.open(part, os.O_RDONLY)
         try:
@@ -276,7 +276,7 @@ def _is_version(version: Any) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Keep the hyperparameters of an earlier run of this version as ``hparams_1.yaml``, ``hparams_2.yaml``, ..."""
+    """Rename the hyperparameter file from an earlier run of this version to ``hparams_1.yaml`` and so on."""
     number = 1
     while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
         number += 1

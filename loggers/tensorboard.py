@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: logs curves, hyperparameters, text and the model's graph for TensorBoard."""
+"""``TensorBoardLogger``: log curves, hyperparameters, text and the model's graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(FolderLogger):
-    """Log to TensorBoard event files; view them with ``tensorboard --logdir <save_dir>``.
+    """Logs to TensorBoard event files. View them with ``tensorboard --logdir <save_dir>``.
 
-    A thread of TensorBoard's writer writes the files. All values of a step go to it as one event with the step and the
-    wall time. A metric whose value is a dict is drawn as several curves in one plot. The run's hyperparameters appear
-    in the HParams tab, together with the run's final status, and in ``hparams.yaml``.
+    The writer's own thread writes the files. All values for a step are written as one event with the step and the wall
+    time. A metric whose value is a dict is drawn as several curves in one plot. The run's hyperparameters appear in
+    ``hparams.yaml`` and, together with the run's final status, in the HParams tab.
 
-    A resumed run continues in another event file of the same folder. Values that the run logged after the checkpoint
-    are cut from its files (which have the run's id in their names), so that each step appears once.
+    A resumed run continues in a new event file in the same folder. Values that the run logged after the checkpoint are
+    removed from its files (which have the run's id in their names), so that each step appears once.
 
     Args:
-        save_dir: the folder of all experiments.
-        name: the experiment, a folder in ``save_dir``; None for no such folder.
-        version: which run. None uses a new number; an existing version is continued in another event file.
+        save_dir: the folder for all experiments.
+        name: the experiment's name, which is a folder in ``save_dir``; None for no such folder.
+        version: the run's version. None selects a new number; an existing version is continued in a new event file.
         log_graph: log the model's graph, traced with the module's ``example_input_array``.
-        default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. Log ``hp_metric``
-            yourself to give it a value.
-        prefix: prefix of each metric's name, followed by a dash.
+        default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give it a value,
+            log ``hp_metric`` yourself.
+        prefix: prefix for each metric's name, followed by a dash.
         sub_dir: a subfolder of the version's folder for the files.
         **kwargs: ``purge_step`` (hide values that an earlier run logged from this step on), ``max_queue`` (events that
-            may be queued before training waits, default 1000), ``flush_secs`` (longest time until queued events are
+            may be queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
             written, default 10) and ``filename_suffix``.
     """
 
@@ -68,7 +68,7 @@ class TensorBoardLogger(FolderLogger):
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
-        # Read one by one: jsonargparse finds out here what **kwargs may hold.
+        # Read one by one, because jsonargparse infers from these lines what **kwargs may contain.
         purge_step = kwargs.get("purge_step")
         max_queue = kwargs.get("max_queue", 1000)
         flush_secs = kwargs.get("flush_secs", 10)
@@ -85,16 +85,16 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """The subfolder of the version's folder for the files, or None."""
+        """The subfolder of the version's folder that contains the files; None if it is not used."""
         return self._sub_dir or None
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter``, for everything that this class has no method for."""
+        """The ``SummaryWriter``, for anything that this class has no method for."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step; ``step`` defaults to the last one plus 1."""
+        """Log values for one step. By default, ``step`` is the previous step plus 1."""
         new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
         step = self._next_step(step)
         now = time.time()
@@ -113,7 +113,7 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's hyperparameters; ``metrics`` are logged at step 0 and can be compared in the HParams tab."""
+        """Add to the run's hyperparameters. Log ``metrics`` at step 0, where the HParams tab can compare them."""
         super().log_hyperparams(params)
         if not self.hparams:
             return
@@ -126,7 +126,7 @@ class TensorBoardLogger(FolderLogger):
                 self.experiment.add_scalar("hp_metric", -1, 0)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers, dicts of numbers (curves in one plot) and strings of one step."""
+        """Log numbers, dicts of numbers (as curves in one plot) and strings for one step."""
         step = self._next_step(step)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         if options or len(texts) < len(values):
@@ -135,38 +135,39 @@ class TensorBoardLogger(FolderLogger):
             self.log_text(name, value, step)
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log images of one step.
+        """Log images for one step.
 
         Args:
-            key: the name of the panel.
-            images: a tensor or array of shape (batch, channels, height, width), or of the form that ``dataformats``
-                gives. A single image without the batch dimension needs ``dataformats="CHW"`` or ``"HWC"``.
+            key: name of the panel.
+            images: a tensor or array of shape (batch, channels, height, width), or in the layout that ``dataformats``
+                specifies. A single image without the batch dimension needs ``dataformats="CHW"`` or ``"HWC"``.
             step: position on the x axis.
-            **kwargs: arguments of ``SummaryWriter.add_images``.
+            **kwargs: arguments for ``SummaryWriter.add_images``.
         """
         self.experiment.add_images(self._prefix + key, images, self._next_step(step), **kwargs)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log a matplotlib figure as an image; ``kwargs`` are arguments of ``SummaryWriter.add_figure``."""
+        """Log a matplotlib figure as an image. ``kwargs`` are arguments for ``SummaryWriter.add_figure``."""
         self.experiment.add_figure(self._prefix + key, figure, self._next_step(step), **kwargs)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Log a text, shown as Markdown in the Text tab."""
+        """Log text, which is shown as Markdown in the Text tab."""
         self.experiment.add_text(self._prefix + name, text, self._next_step(step))
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
-        """Log the graph of ``model.forward``, if the logger was created with ``log_graph=True``.
+        """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its modes and the random states are restored afterwards. If tracing fails, there is only a warning.
+        Its modes and the random states are restored afterwards. If tracing fails, a warning is shown instead of an
+        error.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return
         example = input_array if input_array is not None else getattr(model, "example_input_array", None)
         if example is None:
             messages.warn_once(
-                f"TensorBoardLogger(log_graph=True) has no input to trace {type(model).__name__} with: its "
-                "example_input_array is None. Set self.example_input_array = torch.zeros(...) in __init__."
+                f"TensorBoardLogger(log_graph=True) has no input to trace {type(model).__name__} with, because "
+                "its example_input_array is None. Set self.example_input_array = torch.zeros(...) in __init__."
             )
             return
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -176,8 +177,8 @@ class TensorBoardLogger(FolderLogger):
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             messages.warn(
-                f"The graph of {type(model).__name__} was not logged: tracing it failed with {type(error).__name__}: "
-                f"{reason} Set TensorBoardLogger(log_graph=False), or make forward traceable."
+                f"The graph of {type(model).__name__} was not logged, because tracing failed with "
+                f"{type(error).__name__}: {reason} Pass TensorBoardLogger(log_graph=False), or make forward traceable."
             )
 
     def save(self) -> None:
@@ -207,8 +208,8 @@ class TensorBoardLogger(FolderLogger):
                 os.truncate(path, size)
         if sizes:
             messages.warn(
-                f"Event files of the resumed run are missing in {self.log_dir!r}: {messages.names(sizes, last='and')}. "
-                "Its curves begin where it resumes."
+                f"The resumed run's event files {messages.names(sizes, last='and')} are missing in {self.log_dir!r}, "
+                "so its curves start where it resumes."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
@@ -224,7 +225,7 @@ class TensorBoardLogger(FolderLogger):
 
     def finalize(self, status: str) -> None:
         self.save()
-        if self._session_open:  # also if a resume has cut off the end and nothing was logged after it
+        if self._session_open:  # even if a resume has removed the record of the end and nothing was logged since
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
         self._close()
@@ -245,7 +246,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def _mark(self) -> str:
-        """Text in the names of this run's event files."""
+        """The text that marks the names of this run's event files."""
         return f".run-{self._run[:12]}"
 
     def _dir_of(self, version: int | str) -> str:
@@ -273,7 +274,7 @@ class TensorBoardLogger(FolderLogger):
             raise self._explained(error) from error
 
     def _start_session(self) -> None:
-        """Send the hyperparameters to the HParams tab, once all are known: TensorBoard uses only the first record."""
+        """Write the hyperparameters for the HParams tab once all are known; TensorBoard uses only the first record."""
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         self._hparams_due = False
@@ -283,14 +284,14 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _pass_second(names: Iterable[str]) -> None:
-    """Wait until the second in which the newest of these files was created is over: their names sort by seconds."""
+    """Wait until the clock second of the newest of these files is over, because their names sort by seconds."""
     newest = max((int(name.split(".")[3]) for name in names), default=0)
     while newest <= time.time() < newest + 1:
         time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:
-    """Return the record that tells the HParams tab how the run ended."""
+    """Return the record that tells the HParams tab whether the run succeeded."""
     from tensorboard.plugins.hparams import metadata
 
     api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")
@@ -302,7 +303,7 @@ def _session_end(succeeded: bool) -> Any:
 
 
 def _tensorboard(module: str) -> Any:
-    """Import a module of TensorBoard's protobuf messages, whose members are created at run time."""
+    """Import a module with TensorBoard's protobuf messages, whose members are created at run time."""
     return import_module(f"tensorboard.{module}")
 
 

@@ -1,4 +1,4 @@
-"""Conversion of logged values to numbers and plain nested data, and the words in their names."""
+"""Convert logged values to numbers and plain nested data, and find the words in their names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STAGE = re.compile(r"(?:train|val|test)(?=[a-z])")
 def number(name: str, value: Any) -> float:
     """Return ``value`` as a Python number.
 
-    Takes numbers, and tensors or arrays of one element. For a tensor on an accelerator, the host waits for the device.
-    The trainer sends Python numbers.
+    The value may be a number, or a tensor or array of one element. For a tensor on a GPU, the host waits for the
+    device. The Trainer passes Python numbers.
 
     Raises:
-        TypeError: If it is not one number.
+        TypeError: if the value is not a single number.
     """
     if type(value) in (float, int):
         return value
@@ -34,18 +34,18 @@ def number(name: str, value: Any) -> float:
         return single.__float__()
     except (AttributeError, TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"The metric {name!r} cannot be logged: {_describe(value)} is not one number. Log a number or a tensor of "
-            "one element: reduce it first, for example with .mean()."
+            f"The metric {name!r} cannot be logged, because {_describe(value)} is not a single number. Reduce it to a "
+            "number or a tensor of one element first, for example with .mean()."
         ) from None
 
 
 def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return all values as Python numbers, with joined names for nested mappings (``"loss/train"``)."""
+    """Return all values as Python numbers, joining the names in nested mappings (``"loss/train"``)."""
     return {prefix + name: number(name, value) for name, value in _leaves(metrics)}
 
 
 def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values with joined names (``"loss/train"``): numbers as Python numbers, the rest unchanged."""
+    """Join nested names (``"loss/train"``) and convert numbers to Python numbers; leave other values unchanged."""
     leaves = ((prefix + name, value, _single(value)) for name, value in _leaves(values))
     return {name: number(name, value) if _is_number(single) else value for name, value, single in leaves}
 
@@ -64,24 +64,24 @@ def present(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapping(params: Any) -> dict[str, Any]:
-    """Return a dict, ``Namespace`` or dataclass as a dict; None gives an empty dict.
+    """Return a dict, ``Namespace`` or dataclass as a dict; return an empty dict for None.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: if ``params`` is anything else.
     """
     if params is None:
         return {}
     items = _items(params)
     if items is None:
         raise TypeError(
-            f"Hyperparameters cannot be logged from {_describe(params)}: they need names. Pass a dict, an "
+            f"Hyperparameters cannot be logged from {_describe(params)}, because they need names. Pass a dict, an "
             "argparse.Namespace or a dataclass."
         )
     return items
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as plain dicts, lists, numbers, strings and None; other objects become text."""
+    """Convert ``value`` to plain dicts, lists, numbers, strings and None. Other objects become strings."""
     if isinstance(value, Enum):
         return value.name
     if value is None or type(value) in (bool, int, float, str):
@@ -101,17 +101,17 @@ def plain(value: Any) -> Any:
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return nested settings with joined names (``"optimizer/lr"``), anything but numbers and strings as text."""
+    """Flatten nested settings, joining names (``"optimizer/lr"``) and converting values except numbers to strings."""
     leaves = _leaves(plain(params))
     return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}
 
 
 @lru_cache(1024)
 def words_in(name: str) -> frozenset[str]:
-    """Return the lower-case words of a name, with and without digits: ``"val/MSELoss2"`` has ``mse`` and ``loss``.
+    """Return the lower-case words in a name, with and without digits: ``"val/MSELoss2"`` has ``mse`` and ``loss``.
 
-    A name in camel case is read with and without splitting (``mIoU`` is also ``miou``), and a leading stage is a word
-    (``valacc``).
+    Camel case is read both split and unsplit (``mIoU`` is also ``miou``), and words are also read without a leading
+    stage (``valacc`` has ``acc``).
     """
     parts = [part for text in (_CAMEL.sub(" ", name), name) for part in _NO_WORD.split(text.lower())]
     words = {*parts, *(word for part in parts for word in _DIGITS.split(part))}
@@ -137,7 +137,7 @@ def _items(value: Any) -> dict[str, Any] | None:
 
 
 def _single(value: Any) -> Any:
-    """Return the element of a one-element tensor or array, else ``value``. Needs neither torch nor numpy."""
+    """Return the element of a one-element tensor or array, or else ``value``. Imports neither torch nor numpy."""
     if not hasattr(value, "item"):
         return value
     size = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from .base import Logger, rank_zero_experiment
+from .base import rank_zero_experiment
+from .checkpoint_uploads import CheckpointUploads, LogModel
 from .values import mapping, numbers, plain, record
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _STEP = "trainer/global_step"
 _MARK = "paceline/written"
 
 
-class WandbLogger(Logger):
+class WandbLogger(CheckpointUploads):
     """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
 
     A separate wandb process writes and sends the values; it writes to the run's local file every half second. After a
@@ -70,7 +71,7 @@ class WandbLogger(Logger):
         dir: str | os.PathLike[str] | None = None,
         id: str | None = None,
         project: str | None = None,
-        log_model: Literal["all"] | bool = False,
+        log_model: LogModel = False,
         experiment: Run | None = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
@@ -79,13 +80,13 @@ class WandbLogger(Logger):
     ) -> None:
         if not messages.is_installed("wandb"):
             raise ModuleNotFoundError(messages.missing("WandbLogger", "wandb"), name="wandb")
-        _check(version, id, offline, log_model, add_file_policy, kwargs)
+        _check(version, id, offline, add_file_policy, kwargs)
+        super().__init__(log_model)
         given = save_dir if dir is None else dir
         self._save_dir = os.environ.get("WANDB_DIR") or "." if given is None else os.fspath(given)
         self._project = project or os.environ.get("WANDB_PROJECT") or "paceline_logs"
         self._id = version or id or os.environ.get("WANDB_RUN_ID")
         self._is_named = self._id is not None or experiment is not None
-        self._log_model: Literal["all"] | bool = log_model
         self._checkpoint_name = checkpoint_name
         self._add_file_policy: Literal["mutable", "immutable"] = add_file_policy
         self._prefix = f"{prefix}-" if prefix else ""
@@ -94,8 +95,6 @@ class WandbLogger(Logger):
         self._is_own = experiment is None
         self._is_prepared = False
         self._has_unwritten = False
-        self._checkpoint_callback: Any = None
-        self._uploaded: dict[str, int] = {}
         #: Row of the first record after a resume, and how many records from there on the service already has.
         self._resumed_row: int | None = None
         self._known_rows = 0
@@ -313,16 +312,8 @@ class WandbLogger(Logger):
             found = wandb.Api().artifact(artifact, type=artifact_type)
         return found.download(root=None if save_dir is None else os.fspath(save_dir))
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the ``ModelCheckpoint``'s files: now with ``log_model="all"``, else at the end of the run."""
-        if self._log_model == "all":
-            self._upload_checkpoints(checkpoint_callback)
-        elif self._log_model:
-            self._checkpoint_callback = checkpoint_callback
-
     def finalize(self, status: str) -> None:
-        if self._checkpoint_callback is not None:
-            self._upload_checkpoints(self._checkpoint_callback)
+        self._upload_the_rest()
         if self._experiment is None:
             return
         self._wait_until_written()
@@ -387,39 +378,26 @@ class WandbLogger(Logger):
             time.sleep(0.01)
         self._has_unwritten = False
 
-    def _upload_checkpoints(self, callback: Any) -> None:
+    def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
         import wandb
 
         run = self.experiment
-        for path, score in _checkpoints(callback).items():
-            changed = os.stat(path).st_mtime_ns
-            if self._uploaded.get(path) == changed:
-                continue
-            about = {"score": score, "original_filename": Path(path).name, type(callback).__name__: _settings(callback)}
-            artifact = wandb.Artifact(self._checkpoint_name or f"model-{run.id}", type="model", metadata=about)
-            if os.path.isdir(path):
-                artifact.add_dir(path, name="model.ckpt", policy=self._add_file_policy)
-            else:
-                artifact.add_file(path, name="model.ckpt", policy=self._add_file_policy)
-            best = path == getattr(callback, "best_model_path", None)
-            run.log_artifact(artifact, aliases=["latest", "best"] if best else ["latest"])
-            self._uploaded[path] = changed
-            self._has_unwritten = True
+        artifact = wandb.Artifact(self._checkpoint_name or f"model-{run.id}", type="model", metadata=dict(about))
+        add = artifact.add_dir if os.path.isdir(path) else artifact.add_file
+        add(path, name="model.ckpt", policy=self._add_file_policy)
+        run.log_artifact(artifact, aliases=["latest", "best"] if is_best else ["latest"])
+        self._has_unwritten = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_id": self.version, "_experiment": None, "_is_prepared": False}
 
 
-def _check(
-    version: str | None, id: str | None, offline: bool, log_model: Any, policy: Any, options: Mapping[str, Any]
-) -> None:
+def _check(version: str | None, id: str | None, offline: bool, policy: Any, options: Mapping[str, Any]) -> None:
     if version and id and version != id:
         raise ValueError(
             f"WandbLogger(version={version!r}, id={id!r}) gives two ids, but both arguments mean the run's id. Give "
             "one of them."
         )
-    if log_model not in (True, False, "all"):
-        raise ValueError(messages.unknown("log_model", log_model, ["all"], more=", True or False"))
     if policy not in ("mutable", "immutable"):
         raise ValueError(messages.unknown("add_file_policy", policy, ["mutable", "immutable"]))
     if offline and options.get("mode") not in (None, "offline"):
@@ -443,26 +421,3 @@ def _holds_mark(path: str, since: int) -> bool:
         data = bytes(since % block) + file.read()
     joined = b"".join(data[at + header : at + block] for at in range(0, len(data), block))
     return record.SerializeToString() in joined
-
-
-def _checkpoints(callback: Any) -> dict[str, float | None]:
-    """Return the files that a checkpoint callback keeps, oldest first, with their scores."""
-    scores: dict[str, Any] = dict(getattr(callback, "best_k_models", None) or {})
-    best = getattr(callback, "best_model_path", None)
-    scores.setdefault(best or "", getattr(callback, "best_model_score", None))
-    scores.setdefault(getattr(callback, "last_model_path", None) or "", getattr(callback, "current_score", None))
-    away = [path for path in scores if "://" in path]
-    if away:
-        messages.warn_once(
-            f"WandbLogger(log_model=...) uploads local checkpoints only, so {away[0]} is not uploaded. Remove "
-            "log_model, or save to a local dirpath.",
-            key="WandbLogger log_model",
-        )
-    there = [path for path in scores if path and os.path.exists(path)]
-    there.sort(key=os.path.getmtime)
-    return {path: None if scores[path] is None else float(scores[path]) for path in there}
-
-
-def _settings(callback: Any) -> dict[str, Any]:
-    names = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
-    return {name: plain(getattr(callback, name)) for name in names if hasattr(callback, name)}

@@ -16,7 +16,7 @@ from .. import messages
 from ..processes.process_group import leave
 from ..torch_private import default_store, forget_layouts, timeout_of
 
-#: How long a failed rank waits for the others to end their attempts on their own. After that it leaves the process
+#: How long a failed rank waits for the others to finish their attempts on their own. After that it leaves the process
 #: group, so that collectives that are waiting for it fail.
 GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 class Together:
-    """Compares the outcomes of attempts between the processes of the default group, through its store.
+    """Compares the outcomes of attempts across the processes of the default group, through the group's store.
 
     It uses no collective, because a process group is unusable once its ranks have been interrupted at different places.
-    In that case all ranks leave the group and create a new one with the same options.
+    In that case, all ranks leave the group and create a new one with the same options.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Together:
         self.rank, self.size = 0, 1
 
     def meet(self) -> bool:
-        """Whether there are other processes; checks again until there is a process group."""
+        """Return True if there are other processes; each call checks again until there is a process group."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._kept = default_store()  # this process may be the one that serves it
+            self._kept = default_store()  # this process may be serving the store, so keep it alive
             self._store = self._kept.clone()
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             group: Any = dist.group.WORLD
@@ -70,12 +70,12 @@ class Together:
         return f"paceline/attempts/{self._search}/{self._attempt}/{what}"
 
     def others_ran_out(self) -> bool:
-        """Whether another rank has reported that it ran out of memory in this attempt."""
+        """Return True if another rank has reported that it ran out of memory in this attempt."""
         keys = [self._key(f"out/{rank}") for rank in range(self.size) if rank != self.rank]
         return any(self._store.check([key]) for key in keys)
 
     def compare(self, own: Outcome) -> list[Outcome]:
-        """The outcomes of all ranks, by rank. Waits until every rank has ended its attempt."""
+        """Return the outcomes of all ranks, by rank. Waits until every rank has finished its attempt."""
         failed = own.kind == OUT_OF_MEMORY
         if failed:
             self._store.set(self._key(f"out/{self.rank}"), "1")
@@ -105,8 +105,8 @@ class Together:
             if waited > _NOTICE_SECONDS and not reported:
                 reported = True
                 messages.info_anywhere(
-                    f"Rank {self.rank} has ended its attempt and is waiting for {messages.ranks(missing)} to end "
-                    "theirs."
+                    f"Rank {self.rank} has finished its attempt and is waiting for {messages.ranks(missing)} to "
+                    "finish theirs."
                 )
             time.sleep(min(0.5, 0.02 + 0.1 * waited))
         return True
@@ -121,7 +121,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Rank 0's value on every rank. Every rank computes it, because ``value`` may count its calls."""
+        """Return rank 0's value on every rank. Every rank computes it, because ``value`` may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))
@@ -131,6 +131,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Release torch's caches of sharded tensor layouts, because they hold meshes and their process groups."""
+    """Release torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
     forget_layouts()
     gc.collect()

@@ -1,4 +1,4 @@
-"""The out-of-memory error: says where it happened, what uses the memory, what to change, and how much that saves."""
+"""Build an out-of-memory error that says where memory ran out, what uses it, what to change and how much that saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """The arguments for each piece of advice, as a Trainer or an Accelerator spells them."""
+    """The arguments to name in each piece of advice, as they are written for a Trainer or an Accelerator."""
 
     accumulate: str
     precision: str
@@ -53,8 +53,8 @@ class Sizes(NamedTuple):
         weights: parameters and buffers; if sharded, this process's shards.
         gradients: current gradients.
         optimizer: the optimizers' state.
-        trained: size of all gradients together.
-        highest: peak memory use: the device's on CUDA, the whole process's elsewhere.
+        trained: size of the gradients of all trainable parameters.
+        highest: peak memory use, of the device on CUDA and of the entire process elsewhere.
     """
 
     weights: int
@@ -95,7 +95,7 @@ class Situation(NamedTuple):
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
-    """An error that says what to change; None if ``error`` is no out-of-memory error or has been explained."""
+    """Return an error that says what to change; None if ``error`` is another error or is already explained."""
     if not needs_words(error):
         return None
     batch = run.metrics.batch
@@ -116,12 +116,12 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
 
 
 def needs_words(error: BaseException) -> bool:
-    """Whether this is an out-of-memory error that does not yet say what to do."""
+    """Return True if this is an out-of-memory error that does not yet say what to do."""
     return is_out_of_memory(error) and not hasattr(error, _EXPLAINED)
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """An error with sizes and advice: torch's own type, or RuntimeError for errors from drivers and libraries."""
+    """Return an error with sizes and advice: torch's own type, or RuntimeError for errors of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
@@ -141,7 +141,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
 
 
 def measure(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> Sizes:
-    """The sizes of weights, gradients and optimizer state on this process's device."""
+    """Return the sizes of weights, gradients and optimizer state on this process's device."""
     held = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
     trained = [value for value in held.values() if value.requires_grad]
     states = [optimizer.state for optimizer in optimizers]
@@ -186,7 +186,7 @@ def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
 
 
 def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
-    """Advice that moves weights, gradients and optimizer state to other processes or to host memory."""
+    """Yield advice on how to move weights, gradients and optimizer state to other processes or to host memory."""
     strategy, door = now.strategy, now.door
     lasting = sizes.lasting if now.training else sizes.weights
     what = "weights, gradients and optimizer state" if now.training else "weights"

@@ -29,7 +29,7 @@ _ERROR_TEXTS = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host is out of memory."""
+    """Return True if an error says that a device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _ERROR_TEXTS.search(str(error)) is not None
@@ -61,14 +61,14 @@ def find_executable_batch_size(
     """Decorator that calls a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     The function must create the model, optimizer and Trainer (or Accelerator) itself, so that nothing from a failed
-    attempt stays in memory. At the end one message lists the sizes that were tried, the result of each, and on a GPU
+    attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and on a GPU
     the peak memory.
 
-    Once the processes have joined a process group, they agree on the batch size. An attempt ends when it has ended on
-    all ranks. If any rank ran out of memory, all ranks retry with the same smaller size, including ranks where the
+    Once the processes have joined a process group, they agree on the batch size. An attempt ends once it has finished
+    on all ranks. If any rank ran out of memory, all ranks retry with the same smaller size, including ranks where the
     attempt succeeded; their results are lost. A rank that runs out of memory leaves the group, so ranks that are
     waiting for it in a collective fail after a few seconds. The ranks then join a new group with the same options. With
-    gloo this works only if no variable outside of the function refers to the group. Ranks that run out of memory before
+    gloo, this works only if no variable outside the function refers to the group. Ranks that run out of memory before
     they have joined a group cannot agree. If a rank fails with any other error, all ranks fail.
 
     Args:
@@ -77,7 +77,7 @@ def find_executable_batch_size(
             the batch has shrunk. Then only sizes that divide ``starting_batch_size`` are tried, so each update still
             uses the same number of samples.
         starting_batch_size: the first size to try, in samples.
-        reduce_batch_size_fn: returns the next size; takes no argument.
+        reduce_batch_size_fn: a function without arguments that returns the next size.
         factor: what to multiply the size by after a failure, if ``reduce_batch_size_fn`` is not given; between 0 and 1.
 
     Raises:
@@ -138,7 +138,7 @@ class _Search:
         self.tried: list[str] = []
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the function with smaller and smaller sizes; returns its result."""
+        """Call the function with smaller and smaller sizes; return its result."""
         size, together = self.start, self.together
         while True:
             result, outcome = self.attempt(size, args, kwargs)
@@ -161,7 +161,10 @@ class _Search:
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
-        """Call the function once; return its result and how it ended on this rank. Raises any other error."""
+        """Call the function once; return its result and the attempt's outcome on this rank.
+
+        Any error that is not about memory is raised.
+        """
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         gpu = torch.cuda.is_available()
         if gpu:
@@ -182,7 +185,7 @@ class _Search:
         return result, Outcome(DONE, "", torch.cuda.max_memory_allocated() if gpu else 0)
 
     def is_memory_error(self, error: Exception) -> bool:
-        """Whether this error, or one caused by another rank's failure, is an out-of-memory error."""
+        """Return True if this is an out-of-memory error, or was caused by one on another rank."""
         if is_out_of_memory(error):
             return True
         return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()
@@ -198,14 +201,14 @@ class _Search:
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """A description of a size and its result."""
+        """Return a description of a size and its result."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """A description of how an update still uses the same number of samples."""
+        """Return a text that explains how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 
@@ -229,7 +232,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Free GPU memory that torch keeps cached but does not use.
 
     Args:
-        garbage_collection: whether to collect objects first that only refer to each other.
+        garbage_collection: whether to run Python's garbage collector first, which deletes objects in reference cycles.
     """
     if garbage_collection:
         gc.collect()

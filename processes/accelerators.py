@@ -1,4 +1,4 @@
-"""Device kinds as objects that equal their names: ``CPUAccelerator() == "cpu"``."""
+"""Device kinds as objects that compare equal to their names: ``CPUAccelerator() == "cpu"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import devices
 
 
 class Accelerator(str):
-    """A kind of device. It equals its name and can be used in place of it in ``Trainer(accelerator=)``."""
+    """A kind of device. It compares equal to its name and can be passed as ``Trainer(accelerator=...)``."""
 
     name = ""
 
@@ -22,12 +22,12 @@ class Accelerator(str):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether this process sees a device of this kind."""
+        """Return True if this process sees a device of this kind."""
         return cls.auto_device_count() > 0
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """The number of devices that ``devices="auto"`` selects; 1 for the CPU."""
+        """Return the number of devices that ``devices="auto"`` selects; 1 for the CPU."""
         return devices.count(cls.name)
 
     @classmethod
@@ -38,14 +38,14 @@ class Accelerator(str):
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
-        """The devices that a ``Trainer(devices=)`` argument selects."""
+        """Return the devices that a ``Trainer(devices=)`` argument selects."""
         return _find(devices, cls.name)
 
     def setup(self, trainer: Any) -> None:
-        """Nothing to do: a Strategy sets up its device."""
+        """Do nothing, because a Strategy sets up its own device."""
 
     def teardown(self) -> None:
-        """Nothing to do: a Strategy releases its device."""
+        """Do nothing, because a Strategy releases its own device."""
 
 
 class CPUAccelerator(Accelerator):
@@ -70,7 +70,7 @@ class _Registry(dict[str, type[Accelerator]]):
     """The device kinds by name."""
 
     def available_accelerators(self) -> list[str]:
-        """The names of all kinds, even if this machine has no such device."""
+        """Return the names of all kinds, including those not available on this machine."""
         return sorted(self)
 
 

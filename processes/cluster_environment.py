@@ -1,9 +1,10 @@
-"""Rank, world size and address of this process, read from the environment variables that its launcher set.
+"""Read this process's rank, world size and address from the environment variables that its launcher set.
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
-and MPICH, LSF's ``jsrun``, Kubeflow's operator. All of them are read into a :class:`Cluster`. Its
-:meth:`Cluster.export` writes torchrun's names, so that later code only has to know these. A partly set environment is
-an error: otherwise each of several processes would believe that it is the only one.
+and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
+:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only torchrun's variables. If only
+some of a launcher's variables are set, an error is raised; otherwise each process could believe that it is the only
+one.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Environment = Mapping[str, str]
 
 #: Range for derived ports: above the well-known ports, below the ports that Linux uses for outgoing connections.
 PORTS = range(12000, 30000)
-#: SLURM steps from this number on are not started by ``srun``: the batch script, the interactive shell and so on.
+#: SLURM steps with this number or a higher one are not started by ``srun`` (the batch script, an interactive shell).
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-#: Torch elastic's id for processes that Paceline starts, and the variable with the name of the command that did.
+#: Torch elastic's run id for processes that Paceline starts, and the variable that names the command that started them.
 RUN_ID = "paceline"
 STARTER = "PACELINE_STARTER"
 _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
@@ -31,7 +32,7 @@ _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks (0-based) and sizes of one process, and the address and port on which rank 0 listens.
+    """The ranks (0-based) of one process, the sizes of its cluster, and the address and port on which rank 0 listens.
 
     ``local`` refers to the processes on this machine, a node is a machine, and ``name`` is the launcher's name:
     ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a notebook), ``"SLURM"``,
@@ -49,7 +50,7 @@ class Cluster:
     port: int
 
     def export(self) -> None:
-        """Write torchrun's variables, so that ``init_process_group(init_method="env://")`` finds all processes."""
+        """Set torchrun's variables, so that ``init_process_group(init_method="env://")`` finds all processes."""
         os.environ.update(
             RANK=str(self.rank),
             LOCAL_RANK=str(self.local_rank),
@@ -64,11 +65,11 @@ class Cluster:
 
 
 def find_cluster(environ: Environment | None = None) -> Cluster | None:
-    """Read the variables of the launcher that started this process; None if there was no launcher.
+    """Read the variables that this process's launcher has set; return None if there was no launcher.
 
-    Torchrun's variables come first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers that
-    can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of
-    one process. Many batch scripts export WORLD_SIZE without RANK; it must then match the launcher's value.
+    Torchrun's variables are checked first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers
+    that can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a
+    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; such a value must match the launcher's.
 
     Args:
         environ: the variables to read; this process's environment if None.
@@ -87,7 +88,7 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
 
 
 def requeue() -> None:
-    """Requeue this process's SLURM job with ``scontrol requeue``; SLURM then ends the job's processes."""
+    """Requeue this process's SLURM job with ``scontrol requeue``; SLURM then stops the job's processes."""
     job = _slurm_job(os.environ)
     if job is None:
         messages.info("There is no SLURM job to requeue (SLURM_JOB_ID is not set).")
@@ -108,13 +109,13 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Whether SLURM has started this process's job before, so that there may be a checkpoint to resume from."""
+    """Return True if SLURM has started this job before, so that there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
 
 def _slurm_job(environ: Environment) -> str | None:
-    """The job's name for ``scontrol``: for a task of a job array, the array's id and the task's index."""
+    """Return the job's name for ``scontrol``: for a task of a job array, the array's id and the task's index."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -157,7 +158,7 @@ def _torchrun(environ: Environment) -> Cluster | None:
 
 
 def _starter(environ: Environment) -> str:
-    """The launcher that set torchrun's variables: torchrun, or Paceline itself."""
+    """Return the launcher that set torchrun's variables: torchrun, or Paceline itself."""
     return environ.get(STARTER, "Paceline") if environ.get("TORCHELASTIC_RUN_ID") == RUN_ID else "torchrun"
 
 
@@ -198,7 +199,7 @@ def _slurm(environ: Environment) -> Cluster | None:
 
 
 def _under_srun(environ: Environment) -> bool:
-    """Whether this is an ``srun`` task rather than a batch script or a shell inside an allocation."""
+    """Return True if this is an ``srun`` task rather than a batch script or a shell inside an allocation."""
     step = _either(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or _number(environ, step) >= _SLURM_SPECIAL_STEPS:
         return False
@@ -207,7 +208,11 @@ def _under_srun(environ: Environment) -> bool:
 
 
 def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int:
-    """Number of tasks on this machine: entry ``node_rank`` of a list such as ``"2(x3),1"``, or one number for all."""
+    """Return the number of tasks on this machine.
+
+    SLURM provides either a list such as ``"2(x3),1"``, which has one entry per machine (``node_rank`` is the index), or
+    one number for all machines.
+    """
     name = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is None:
         return _number(environ, "SLURM_NTASKS_PER_NODE", default)
@@ -233,7 +238,7 @@ def _slurm_address(environ: Environment, num_nodes: int) -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """``"node[001-003,007],other"`` -> ``"node001"``."""
+    """Return the first host of a SLURM node list: ``"node[001-003,007],other"`` -> ``"node001"``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
@@ -247,7 +252,7 @@ def _open_mpi(environ: Environment) -> Cluster | None:
 
 
 def _hydra(environ: Environment) -> Cluster | None:
-    """Intel MPI and MPICH. SLURM's own PMI sets PMI_RANK too, but not the variables for local ranks."""
+    """Read Intel MPI's or MPICH's variables. SLURM's own PMI also sets PMI_RANK, but no variables for local ranks."""
     names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     if names[0] not in environ or ("MPI_LOCALRANKID" not in environ and "SLURM_PROCID" in environ):
         return None
@@ -265,7 +270,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """The cluster from a launcher's variables: ``names`` are the ones for rank, size, local rank and local size."""
+    """Return the cluster; ``names`` are the launcher's variables for rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))
@@ -283,7 +288,7 @@ def _mpi(
 
 
 def _node(rank: int, local_rank: int, local_world_size: int, num_nodes: int) -> int:
-    """The machine of a rank. Ranks may fill one machine after another, or be assigned round-robin."""
+    """Return the index of a rank's machine. Ranks may fill one machine after another, or be assigned round-robin."""
     if local_world_size < 1:
         return 0
     round_robin = rank % local_world_size != local_rank and rank // num_nodes == local_rank
@@ -297,13 +302,16 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
         return "127.0.0.1"
     raise RuntimeError(
         f"{name} started processes on {num_nodes} machines, but does not say which host rank 0 runs on, and "
-        "MASTER_ADDR is not set. Export it to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port "
-        "there>."
+        "MASTER_ADDR is not set. Export these variables to all processes: MASTER_ADDR=<host of rank 0> "
+        "MASTER_PORT=<a free port there>."
     )
 
 
 def _lsf_address(environ: Environment) -> str | None:
-    """The first compute host. LSF may list a launch host before it, which has a single slot or a telling name."""
+    """Return the first compute host.
+
+    LSF may list a launch host before it, which is recognized by its single slot or by its name.
+    """
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
     slots: dict[str, int] = {}
@@ -326,7 +334,7 @@ def _lsf_address(environ: Environment) -> str | None:
 
 
 def _either(environ: Environment, *names: str) -> str | None:
-    """The first name that is set."""
+    """Return the first of these variables that is set in the environment."""
     return next((name for name in names if environ.get(name)), None)
 
 
@@ -336,8 +344,8 @@ def _need(environ: Environment, names: tuple[str, ...] | list[str], fix: str) ->
         known = (*names, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         present = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(known) if environ.get(name))
         raise RuntimeError(
-            f"{present or 'Only part of the launch variables'} is set, but {', '.join(missing)} is not, so this "
-            f"process cannot find the other processes. {fix}."
+            f"The environment sets {present or 'some of the launch variables'}, but not {', '.join(missing)}, so "
+            f"this process cannot find the other processes. {fix}."
         )
 
 
@@ -354,12 +362,15 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
 
 
 def _port(environ: Environment, job: str) -> int:
-    """MASTER_PORT, or a port derived from the job: the same in all its processes, probably different in other jobs."""
+    """Return MASTER_PORT, or a port derived from the job.
+
+    The derived port is the same in all of the job's processes, and probably different in other jobs.
+    """
     port = _number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if not 0 < port < 65536:
         raise RuntimeError(
             f"MASTER_PORT={port} is not a valid port number, so the processes cannot find each other. Set it to a free "
-            "port from 1024 to 65535, the same for all processes."
+            "port from 1024 to 65535, and use the same port for all processes."
         )
     return port
 
@@ -377,7 +388,7 @@ def _check(cluster: Cluster) -> None:
     if wrong:
         variables = _VARIABLES.get(cluster.name, _VARIABLES["torchrun"])
         raise RuntimeError(
-            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks count from 0). "
+            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks begin at 0). "
             f"Make {variables} agree, or unset them to run a single process."
         )
 
@@ -387,7 +398,8 @@ def _check_world_size(cluster: Cluster, environ: Environment) -> None:
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
-            "Start that many processes, or leave WORLD_SIZE to the launcher (unset it in the batch script)."
+            f"Start {environ['WORLD_SIZE']} processes, or let the launcher set WORLD_SIZE: unset it in the batch "
+            "script."
         )
 
 

@@ -1,7 +1,7 @@
 """Find this machine's NUMA nodes, and bind a process to the cores of its share of the nodes.
 
-A core is fastest at reading its own NUMA node's memory. A process that may run on any core spreads its memory over the
-nodes; a process that is bound before it allocates anything does not.
+A core reads its own NUMA node's memory fastest. A process that may run on any core spreads its memory across the
+nodes; a process that is bound before it allocates memory does not.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import re
 from pathlib import Path
 
-#: Folder in which Linux lists the NUMA nodes of this machine.
+#: The folder where Linux lists this machine's NUMA nodes.
 NODES = Path("/sys/devices/system/node")
-#: Environment variable for processes that should bind themselves: the folder that lists the NUMA nodes.
+#: Environment variable that tells a process to bind itself. Its value is the folder that lists the NUMA nodes.
 BIND = "PACELINE_BIND"
 
 
 def nodes(folder: Path = NODES) -> list[set[int]]:
-    """The cores in each NUMA node that this process may use; a single set of all cores if the nodes are unknown."""
+    """Return the cores that this process may use, in one set per NUMA node; a single set if the nodes are unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return [set(range(os.cpu_count() or 1))]
     usable = os.sched_getaffinity(0)
@@ -28,7 +28,7 @@ def nodes(folder: Path = NODES) -> list[set[int]]:
 
 
 def parse(text: str) -> set[int]:
-    """``"0-2,8"`` -> ``{0, 1, 2, 8}``."""
+    """Parse a list of cores: ``"0-2,8"`` -> ``{0, 1, 2, 8}``."""
     cores = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -38,14 +38,14 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """The cores for one process: the cores of its NUMA node, or of several nodes if there are more than processes."""
+    """Return one process's cores: those of its NUMA node, or of several nodes if nodes outnumber processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])
 
 
 def bind() -> None:
-    """Bind this process to its share of the cores, if the launcher asked for it (:data:`BIND`)."""
+    """Bind this process to its share of the cores, if the launcher requested it through :data:`BIND`."""
     folder = os.environ.get(BIND)
     if folder and hasattr(os, "sched_setaffinity"):
         rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

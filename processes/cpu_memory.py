@@ -19,9 +19,10 @@ import torch
 
 #: Parameter numbers from glibc's malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: Minimum size of blocks that glibc maps from the kernel instead of the heap, in bytes: the largest accepted value.
+#: Minimum size in bytes of blocks that glibc gets from the kernel, not from the heap. glibc accepts no larger value.
 OWN_PAGES = 32 * 2**20
-#: Free bytes kept at the end of the heap: the largest value that glibc accepts, and the largest that it chooses itself.
+#: Free bytes to keep at the end of the heap: the largest value that glibc accepts, and the largest that it chooses by
+#: itself.
 KEPT, KEPT_BY_ITSELF = 2**31 - 1, 2 * OWN_PAGES
 #: Environment variables that let users set these thresholds.
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
@@ -46,7 +47,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Context of a run: on the CPU the process keeps freed memory during the run and returns it afterwards."""
+    """Context manager that makes a CPU run keep the memory that it frees, and returns this memory afterwards."""
     global _runs
     keep_freed_memory(device)
     try:
@@ -68,13 +69,13 @@ def give_back_memory() -> None:
 
 
 def _adjustable_glibc() -> Any:
-    """The C library of this process, if it is glibc and the user has not set its thresholds."""
+    """Return this process's C library if it is glibc and the user has not set its thresholds; None otherwise."""
     own = any(name in os.environ for name in SETTINGS) or _TUNABLE.search(os.environ.get("GLIBC_TUNABLES", ""))
     return None if own else glibc()
 
 
 @cache
 def glibc() -> Any:
-    """The C library of this process; None if it is not glibc."""
+    """Return this process's C library; None if it is not glibc."""
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     return libc if all(hasattr(libc, name) for name in ("mallopt", "malloc_trim")) else None

@@ -21,7 +21,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """The function that moves batches to ``device`` and, if given, ``dtype``; None if there is nothing to do."""
+    """Return the function that moves batches to ``device`` and ``dtype`` (if given); None if there is nothing to do."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -32,13 +32,13 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
     """Return ``batch`` with its tensors on ``device`` and its floating-point tensors in ``dtype``, if given.
 
     This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
-    method; anything else is unchanged. Tensors that are already in place are not copied.
+    method; anything else is unchanged. Tensors that already have this device and dtype are not copied.
     """
     return _cached_mover(torch.device(device), dtype)(batch)
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return ``move`` on its own CUDA stream, if it is a :class:`Mover` to a GPU; None otherwise."""
+    """Return a version of ``move`` with its own CUDA stream if it is a :class:`Mover` to a GPU; None otherwise."""
     if isinstance(move, Mover) and move.device.type == "cuda":
         return SideStream(move)
     return None
@@ -47,14 +47,14 @@ def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
 class Mover:
     """Moves every tensor of a batch to a device, and floating-point tensors to a dtype.
 
-    The handler for a type is chosen when the type is first seen; after that it takes one dict lookup. CPU tensors that
-    go to CUDA are pinned and copied without waiting. An object that moves itself with its own ``to`` method keeps its
-    dtype, unless it is a mapping or a ``PackedSequence``.
+    The handler for a type is chosen when the type is first seen; after that, finding it takes one dict lookup. CPU
+    tensors that are moved to CUDA are pinned and copied without waiting. An object that has its own ``to`` method keeps
+    its dtype, unless it is a mapping or a ``PackedSequence``.
 
     Args:
-        device: where the tensors go.
-        dtype: dtype of floating-point tensors; None keeps theirs.
-        moved: called with every moved tensor, and every moved object that has a ``record_stream``.
+        device: the device to move tensors to.
+        dtype: the dtype to convert floating-point tensors to; if None, they keep their dtype.
+        moved: called with every moved tensor, and with every moved object that has a ``record_stream`` method.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Mover:
         self._handlers.update({tuple: self._tuple, list: self._list, dict: self._dict, Tensor: self._tensor})
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tensors in place."""
+        """Return the batch with its tensors on the device."""
         return self._handlers[type(batch)](batch)
 
     def _choose(self, kind: type) -> Callable[[Any], Any]:
@@ -153,7 +153,7 @@ class Mover:
 
         def call_to(value: Any) -> Any:
             result = value.to(device, **options)
-            if result is None:  # it moved itself in place
+            if result is None:  # the object moved itself in place
                 result = value
             if moved is not None and hasattr(result, "record_stream"):
                 moved(result)
@@ -177,7 +177,7 @@ class SideStream:
     def __call__(self, batch: Any) -> Any:
         """Start moving a batch; the host does not wait."""
         self._main = torch.cuda.current_stream(self._device)
-        # The batch may have been created on the device, and reused memory must not be overwritten too early.
+        # The main stream may still be creating the batch, or using memory that the copies will reuse.
         self._side.wait_stream(self._main)
         with torch.cuda.stream(self._side):
             return self._move(batch)
@@ -236,7 +236,7 @@ def _tensor_function(
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``function`` can be called with a keyword ``name``."""
+    """Return True if ``function`` accepts a keyword argument ``name``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -252,10 +252,10 @@ def _unchanged(value: Any) -> Any:
 
 
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype for tensors of dtype ``kind`` when floating-point tensors are converted to ``wanted``.
+    """Return the dtype for tensors of dtype ``kind`` when floating-point tensors are converted to ``wanted``.
 
-    Complex tensors stay complex: float64 turns them into complex128. Smaller types leave them unchanged, because most
-    of these have no complex counterpart that torch can compute in. Integers and bools do not change.
+    Complex tensors stay complex: float64 turns them into complex128. Narrower dtypes leave them unchanged, because
+    most of these have no complex counterpart that torch can compute in. Integers and bools do not change.
     """
     if kind.is_floating_point:
         return wanted

@@ -1,4 +1,4 @@
-"""Find the devices of this machine, and the devices that a run asks for."""
+"""Find this machine's devices, and the devices that a run should use."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ _CGROUPS = (
 AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
 ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
 Kind = Literal["cpu", "cuda", "mps"]
-#: Kinds that ``"gpu"`` means, best first.
+#: Device kinds that ``"gpu"`` can mean, best first.
 _GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
 def num_cuda_devices() -> int:
-    """Number of CUDA GPUs that this process sees."""
+    """Return the number of CUDA GPUs that this process sees."""
     return torch.cuda.device_count()
 
 
 def count(kind: str) -> int:
-    """Number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees; always 1 for the CPU."""
+    """Return the number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees.
+
+    It is always 1 for the CPU.
+    """
     if kind == "cuda":
         return num_cuda_devices()
     if kind == "mps":
@@ -39,7 +42,7 @@ def count(kind: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process can still allocate, within its cgroup's limit."""
+    """Return how many bytes of host memory this process can still allocate within its cgroup's limit."""
     give_back_memory()
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -55,7 +58,7 @@ def available_memory() -> int:
 
 
 def find_kind(accelerator: Any) -> Kind:
-    """The device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+    """Return the device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
 
     ``"auto"`` prefers CUDA, then MPS, then the CPU; ``"gpu"`` prefers CUDA, then MPS.
     """
@@ -66,8 +69,9 @@ def find_kind(accelerator: Any) -> Kind:
         )
     if accelerator in ("tpu", "xla", "hpu"):
         raise ValueError(
-            f"Trainer(accelerator={accelerator!r}): Paceline supports the devices that torch itself supports (CPU, "
-            "CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device of this machine."
+            f"Trainer(accelerator={accelerator!r}): Paceline only supports the devices that torch itself supports "
+            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device on this "
+            "machine."
         )
     if accelerator not in ACCELERATORS:
         raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
@@ -88,14 +92,14 @@ def _missing(accelerator: str, what: str) -> str:
     why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
-        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch "
-        f"{torch.__version__} is built {build}. "
+        f"Trainer(accelerator={accelerator!r}): this process sees no {what}{why}, and torch {torch.__version__} is "
+        f"built {build}. "
         "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build that supports it."
     )
 
 
 def find_devices(devices: Any, kind: str) -> list[torch.device]:
-    """The devices of a kind for ``Trainer(devices=...)``.
+    """Return the devices of a kind that ``Trainer(devices=...)`` selects.
 
     ``devices`` is a number (``2``, ``"2"``), a list of indices (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"``
     (one CPU, or all devices of another kind).
@@ -111,8 +115,7 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
         indices = range(present if number == -1 else max(number, 0))
     if not indices:
         raise ValueError(
-            f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or "
-            "'auto'."
+            f"Trainer(devices={devices!r}) selects no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
         )
     if kind == "cpu":
         if not isinstance(indices, range) and any(indices):
@@ -138,5 +141,6 @@ def _integer(value: Any, given: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"Trainer: devices={given!r} is not a number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
+            f"Trainer: devices={given!r} is not a valid number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or "
+            "'auto'."
         ) from None

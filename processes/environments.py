@@ -1,4 +1,4 @@
-"""Cluster environments for ``Trainer(plugins=[...])``: objects that read a process's rank from its launcher."""
+"""Cluster environments for ``Trainer(plugins=[...])``, which read a process's rank from its launcher."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .cluster_environment import LAUNCHERS, Cluster, find_cluster
 
 
 class ClusterEnvironment(ABC):
-    """Base class for your own launcher's environment: the rank of each process, and where the processes meet.
+    """Base class for the environment of your own launcher: each process's rank, and where the processes meet.
 
-    Paceline detects the launchers that it knows; they need no plugin.
+    The launchers that Paceline knows are detected automatically and need no plugin.
     """
 
     @property
@@ -32,30 +32,30 @@ class ClusterEnvironment(ABC):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether this launcher has started this process."""
+        """Return True if this launcher started this process."""
         return False
 
     @abstractmethod
     def world_size(self) -> int:
-        """The number of processes."""
+        """Return the number of processes."""
 
     @abstractmethod
     def global_rank(self) -> int:
-        """Rank of this process among all processes, 0-based."""
+        """Return this process's rank among all processes, 0-based."""
 
     @abstractmethod
     def local_rank(self) -> int:
-        """Rank of this process on its machine, 0-based."""
+        """Return this process's rank on its machine, 0-based."""
 
     @abstractmethod
     def node_rank(self) -> int:
-        """Index of this machine, 0-based."""
+        """Return the index of this machine, 0-based."""
 
     def set_world_size(self, size: int) -> None:
         """Called with the number of processes that the Trainer's arguments ask for."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Called with the rank computed from the node rank and local rank."""
+        """Called with the rank that was computed from the node rank and the local rank."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise if the Trainer's arguments contradict the processes that the launcher started."""
@@ -64,7 +64,7 @@ class ClusterEnvironment(ABC):
         """Called when a run ends."""
 
     def cluster(self, num_devices: int, num_nodes: int) -> Cluster | None:
-        """This environment as a :class:`Cluster`; None if this process starts the others.
+        """Return this environment as a :class:`Cluster`; None if this process starts the others.
 
         Args:
             num_devices: number of processes on this machine, one per device.
@@ -89,7 +89,7 @@ class ClusterEnvironment(ABC):
 
 
 class _Known(ClusterEnvironment):
-    """An environment that Paceline reads itself."""
+    """The environment of a launcher that Paceline knows."""
 
     names: ClassVar[tuple[str, ...]]
 
@@ -136,17 +136,17 @@ class _Known(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(_Known):
-    """``torchrun`` and everything that sets its variables."""
+    """The environment of ``torchrun`` and of everything that sets its variables."""
 
     names = ("torchrun",)
 
 
 class SLURMEnvironment(_Known):
-    """SLURM's ``srun``.
+    """The environment of SLURM's ``srun``.
 
     Args:
-        auto_requeue: whether SIGUSR1 requeues the job; ``Trainer(signals=...)`` sets what signals do.
-        requeue_signal: must be None; see ``Trainer(signals=...)``.
+        auto_requeue: whether SIGUSR1 requeues the job; for other signals, use ``Trainer(signals=...)``.
+        requeue_signal: must be None; use ``Trainer(signals=...)`` instead.
     """
 
     names = ("SLURM",)
@@ -154,32 +154,32 @@ class SLURMEnvironment(_Known):
     def __init__(self, auto_requeue: bool = True, requeue_signal: int | None = None) -> None:
         if requeue_signal is not None:
             raise ValueError(
-                f"SLURMEnvironment(requeue_signal={requeue_signal!r}): use Trainer(signals={{'SIGUSR2': 'requeue'}}) "
-                "to choose the signal."
+                f"SLURMEnvironment(requeue_signal={requeue_signal!r}) is not supported. To choose the signal, use "
+                "Trainer(signals={'SIGUSR2': 'requeue'})."
             )
         self.auto_requeue = auto_requeue
 
 
 class LSFEnvironment(_Known):
-    """LSF's ``jsrun``."""
+    """The environment of LSF's ``jsrun``."""
 
     names = ("LSF",)
 
 
 class MPIEnvironment(_Known):
-    """Open MPI, Intel MPI and MPICH."""
+    """The environment of Open MPI, Intel MPI and MPICH."""
 
     names = ("OpenMPI", "Intel MPI")
 
 
 class KubeflowEnvironment(_Known):
-    """Kubeflow's training operator."""
+    """The environment of Kubeflow's training operator."""
 
     names = ("torchrun",)
 
 
 class LocalEnvironment(_Known):
-    """No launcher: this process starts the others on its machine."""
+    """The environment without a launcher: this process starts the others on its machine."""
 
     names = ()
 
@@ -191,7 +191,7 @@ class LocalEnvironment(_Known):
         return find_cluster() or super()._here()
 
     def local_rank(self) -> int:
-        """Rank of this process on its machine; falls back to LOCAL_RANK if no launcher was found."""
+        """Return this process's rank on its machine; falls back to LOCAL_RANK if no launcher was found."""
         return int(os.environ.get("LOCAL_RANK", 0)) if find_cluster() is None else super().local_rank()
 
 
@@ -208,5 +208,5 @@ KINDS: dict[str, type[ClusterEnvironment]] = {
 
 
 def of_cluster(cluster: Cluster | None) -> ClusterEnvironment:
-    """The environment that a Cluster was read from."""
+    """Return the environment that a Cluster was read from."""
     return LocalEnvironment() if cluster is None else KINDS.get(cluster.name, TorchElasticEnvironment)()

@@ -1,9 +1,9 @@
 """Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
-asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when one
-of the strategy's collectives has waited for a long time, or failed. The same thread answers when another rank wants the
-run to stop (see :mod:`.stop_agreement`).
+asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when it
+has waited in one of the strategy's collectives for a long time, or when a collective failed. The same thread answers
+when another rank wants the run to stop (see :mod:`.stop_agreement`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .thread_stacks import stacks
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
-_SILENT = "does not answer (it has ended, or its machine cannot be reached)"
+_SILENT = "does not answer (it has exited, or its machine cannot be reached)"
 _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
 
 
 def poll_seconds(world_size: int) -> float:
-    """Seconds between two checks for questions from other ranks: 1, or more if many ranks share the store."""
+    """Return the number of seconds between checks for other ranks' questions: 1, or more if there are many ranks."""
     return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
@@ -62,7 +62,7 @@ class Watch:
             self._thread.start()
 
     def begin(self, run: Run) -> None:
-        """Start a run; every rank must call this. Other ranks can then ask it to stop through :attr:`vote`."""
+        """Start a run; every rank must call this. Other ranks can then ask the run to stop through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:
             store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
@@ -70,7 +70,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Context in which this rank waits at ``place``; if the wait fails, the error says where every rank is."""
+        """Context manager for waiting at ``place``; if the wait fails, the error says where every rank is."""
         self._place, self._since, self._noticed = place, time.monotonic(), False
         try:
             yield
@@ -83,7 +83,7 @@ class Watch:
             self._since = 0.0
 
     def explain(self, error: BaseException) -> RuntimeError | None:
-        """A clearer error for a collective that failed because another rank is missing; None for any other failure."""
+        """Return a clearer error if a collective failed because another rank is missing; None for any other failure."""
         text = str(error).lower()
         if not isinstance(error, RuntimeError) or isinstance(error, _RankError) or self._thread is None:
             return None
@@ -96,17 +96,17 @@ class Watch:
             )
         if any(sign in text for sign in _GONE):
             return _RankError(
-                f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
-                "of the rank that ended first says why. If there is no error, that rank never made this call: look "
-                "for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"Rank {self.rank} lost the connection to another rank, which has exited, at {self._here()}. The error "
+                "of the rank that exited first says why. If no rank shows an error, that rank never made this call: "
+                "look for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """What each rank is doing, with its threads' stacks; an empty string for a rank that does not answer.
+        """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not answer.
 
-        If several ranks ask at the same time, one rank gets the reports, and the others then get None. All ranks get
-        None if the rank that hosted the store has ended.
+        If several ranks ask at the same time, one rank gets the reports and the others get None once it has them. All
+        ranks get None if the rank that hosted the store has exited.
         """
         number, me = self._reported, str(self.rank)
         try:
@@ -122,11 +122,11 @@ class Watch:
             return None
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the thread that answers other ranks."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(2 * self._answer_seconds)  # it may be waiting for one answer, at most this long
-        self.progress, self.vote = str, None  # they keep the run and its process groups alive
+            self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for an answer
+        self.progress, self.vote = str, None  # both keep the run and its process groups alive
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Watch:
                 self._notice()
                 if self.vote is not None:
                     self.vote.listen()
-            except Exception:  # the rank that hosted the store has ended: the run is over
+            except Exception:  # the rank that hosted the store has exited, so the run is over
                 return
 
     def _here(self) -> str:
@@ -156,7 +156,7 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Report that this rank is waiting, unless another rank has reported it: one message, not one per rank."""
+        """Report that this rank is waiting, unless another rank already did: one message is enough for all ranks."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
@@ -164,29 +164,30 @@ class Watch:
         if self._is_mine(question, self._store):
             self._answered = question + 1
             waited, others = time.monotonic() - self._since, self._describe(self._ask_all(question, self._store))
-            messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
+            messages.info_anywhere(f"Rank {self.rank} has been waiting at {self._here()} for {waited:.0f} s. {others}")
 
     def _where_all_are(self) -> str:
-        """Sentences that say where the other ranks are. If several ranks ask at once, only one collects the answers."""
+        """Return sentences that say where the other ranks are.
+
+        If several ranks ask at once, only one of them collects the answers.
+        """
         question = self._answered
         try:
             store = self._store.clone()  # waiting in the thread's own store would keep the thread from answering
             if self._is_mine(question, store):
                 return self._describe(self._ask_all(question, store))
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
-        except RuntimeError:  # the rank that hosted the store has ended
+        except RuntimeError:  # the rank that hosted the store has exited
             answers = None
-        return (
-            self._describe(json.loads(answers)) if answers is not None else "It is unknown where the other ranks are."
-        )
+        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
 
     def _is_mine(self, question: int, store: Any) -> bool:
-        """Whether this rank is the first to ask this question."""
+        """Return True if this rank is the first to ask this question."""
         me = str(self.rank)
         return store.compare_set(f"ask/{question}", "", me).decode() == me
 
     def _ask_all(self, question: int, store: Any) -> dict[str, list[int]]:
-        """The ranks at each place, from every rank's answer; also written to the store for other ranks that ask."""
+        """Return the ranks at each place, and write them to the store for other ranks that ask."""
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
@@ -214,7 +215,7 @@ def _read(store: Any, key: str, deadline: float) -> str | None:
 
 
 def _plural(place: str) -> str:
-    return "do not answer (they have ended, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
+    return "do not answer (they have exited, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
@@ -226,7 +227,7 @@ _RankError.__module__ = "builtins"
 
 
 def _users_line(frame: FrameType | None) -> str:
-    """The innermost line of user code on a stack: ``train.py:40 in training_step``."""
+    """Return the innermost line of user code on a stack, such as ``train.py:40 in training_step``."""
     innermost = frame
     while frame is not None:
         if messages.owner_of(frame) == "user":

@@ -1,4 +1,4 @@
-"""Find the program that runs this process: a script, which each rank can run again, or a host such as pytest.
+"""Find the program that runs this process: a script, which every rank can run again, or a host such as pytest.
 
 :func:`find_host` collects the facts, :func:`recognize` derives the host from them, and :func:`start_method_in` chooses
 how ranks start in that host.
@@ -26,10 +26,10 @@ _USE_A_FILE = "put the code into a file and run `python file.py`"
 
 @dataclass(frozen=True)
 class Host:
-    """A program that runs this process.
+    """A program that can run this process.
 
     Args:
-        name: its name in error messages.
+        name: the program's name in error messages.
         is_script: whether running the same command again makes each rank do the same work as this process.
         can_spawn: whether a fresh process can import definitions from this program.
         restart: what the user must do to get a process that has not used the GPU.
@@ -69,10 +69,10 @@ _RUNNING = {
 class Facts:
     """Facts about this process that identify its host.
 
-    ``running`` has the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it has
-    none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
-    ``frozen`` means packed by PyInstaller or a similar tool, ``worker`` means started by multiprocessing, and ``sweep``
-    means a Hydra sweep.
+    ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
+    has none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
+    ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
+    this process, and ``sweep`` whether this is a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()
@@ -89,12 +89,12 @@ class Facts:
 
     @property
     def has_file(self) -> bool:
-        """Whether ``__main__`` is a file or a module rather than typed code."""
+        """Whether ``__main__`` is a file or a module, rather than code that was typed in."""
         return self.module is not None or not (self.file is None or self.file.startswith("<"))
 
 
 def recognize(facts: Facts) -> Host:
-    """The host that the facts describe."""
+    """Return the host that the facts describe."""
     candidates = (
         (facts.kernel, NOTEBOOK),
         (facts.ipython, IPYTHON),
@@ -110,12 +110,12 @@ def recognize(facts: Facts) -> Host:
 
 
 def find_host() -> Host:
-    """The host of this process, in its current state."""
+    """Find the host of this process in its current state."""
     return recognize(_facts())
 
 
 def has_file() -> bool:
-    """Whether ``__main__`` is a file or a module, so that a fresh process can import what it defines."""
+    """Return True if ``__main__`` is a file or a module, so that a fresh process can import its definitions."""
     return _facts().has_file
 
 
@@ -153,8 +153,8 @@ def start_method_in(
         return "popen" if asked == "auto" else asked
     if num_nodes > 1:
         raise RuntimeError(
-            f"A run on {num_nodes} machines needs the same command on each machine, but this is {host.name}, so there "
-            f"is no such command. Instead, {_USE_A_FILE} on each machine."
+            f"A run on {num_nodes} machines needs the same command on each machine, but this is {host.name}, which "
+            f"has no such command. Instead, {_USE_A_FILE} on each machine."
         )
     if asked == "popen":
         raise RuntimeError(
@@ -167,7 +167,7 @@ def start_method_in(
 
 
 def fork_obstacle(devices_kind: str) -> str | None:
-    """Why a fork of this process could not use the device; None if it could."""
+    """Return the reason why a fork of this process could not use the device; None if it could."""
     import torch
 
     if not hasattr(os, "fork"):
@@ -178,7 +178,7 @@ def fork_obstacle(devices_kind: str) -> str | None:
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
-    """The error message for a process that cannot be forked, with the alternatives that work in this host."""
+    """Return the error message for a process that cannot be forked, with alternatives that work in this host."""
     fixes = []
     if "CUDA" in obstacle:
         fixes.append(f"{host.restart}, and do not use the GPU before the run (no .cuda(), no .to('cuda'))")
@@ -191,7 +191,7 @@ def refusal_to_fork(host: Host, obstacle: str) -> str:
 
 
 def _running() -> Iterator[str]:
-    """Names of the modules, and of their top-level packages, on the stacks of this thread and the main thread."""
+    """Yield the names of modules, and of their top-level packages, on the stacks of this and the main thread."""
     here = inspect.currentframe()
     for innermost in (here, sys._current_frames().get(threading.main_thread().ident or 0, here)):
         for frame, _ in traceback.walk_stack(innermost):
@@ -201,6 +201,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """IPython's shell, or None. Asks IPython, because a closed shell leaves its mark in ``builtins``."""
+    """Return IPython's shell, or None. Asks IPython itself, because a closed shell leaves traces in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

@@ -1,6 +1,6 @@
-"""Support programs that use Hydra: ranks run the same command, but in the folder that Hydra made for this process.
+"""Support programs that use Hydra: ranks run the same command, but in the folder that Hydra created for this process.
 
-Hydra is not imported here: a program that uses it has already imported it.
+This file does not import Hydra, because a program that uses Hydra has already imported it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import re
 import sys
 from typing import Any
 
-#: Suffix of the job's name: empty on rank 0, because its variable is set. Other ranks log to their own files.
+#: Suffix of the job's name, so that all ranks but rank 0 log to their own files. On rank 0, it is empty, because
+#: :data:`_SET_FOR_RANK_ZERO` is set.
 _SUFFIX = "${oc.env:PACELINE_HYDRA_RANK_${oc.env:RANK},_rank${oc.env:RANK}}"
 _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Whether this process runs a Hydra sweep: several jobs that each call a function in the program."""
+    """Return True if this process runs a Hydra sweep: several jobs, each of which calls a function in the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 
 
 def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
-    """The command for the ranks and the folder to run it in; both unchanged if this is not a Hydra program.
+    """Return the command for the ranks and the folder to run it in; both are unchanged if Hydra is not in use.
 
-    The ranks use this process's output folder and write no configuration there; rank 0 appends to its log. Hydra does
-    not shorten the ranks' errors, because this process reports them.
+    The ranks use this process's output folder and write no configuration there; rank 0 appends to this process's log.
+    Hydra does not shorten the ranks' errors, because this process reports them.
     """
     config = _config()
     if config is None:
@@ -43,7 +44,7 @@ def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
 
 
 def _config() -> Any:
-    """Hydra's own configuration while Hydra runs a job in this process; None otherwise."""
+    """Return Hydra's own configuration while Hydra runs a job in this process; None otherwise."""
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return None

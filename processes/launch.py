@@ -46,12 +46,12 @@ from .torch_elastic import (
     signals_restored,
 )
 
-#: Folder in which this process was started: relative paths on its command line start here.
+#: The folder in which this process was started. Relative paths on its command line start here.
 _DIRECTORY = os.getcwd()
 #: Environment variable for processes that a strategy starts: the file to create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
-    "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
+    "Define it at the top level of a file (not inside a function or as a lambda), or create it in a hook; or use "
     "strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
 )
 
@@ -60,14 +60,14 @@ def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", num
     """Run this process's command ``num_processes`` times, wait, and exit with the status of the first failure.
 
     With several machines, the user runs the same command on each, with the variables from :func:`find_place`. Ctrl-C,
-    SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have as long as torch elastic allows (30 seconds, or
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as if
-    this process had been killed (see :func:`register_failure_hook`).
+    SIGTERM and SLURM's SIGUSR1 are passed on to the processes, which then have as long as torch elastic allows (30
+    seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait, and the processes
+    then exit as if this process had been killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: number of processes on this machine.
         num_nodes: number of machines.
-        devices_kind: kind of device that the processes use.
+        devices_kind: the kind of device that the processes use.
         numa: make torch elastic bind each process to the NUMA node of its GPU.
     """
     command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
@@ -107,7 +107,7 @@ def run(
         arguments = [argument.replace("$", "$$") for argument in command[1:]]
         options_for_numa = numa_of(devices_kind, numa)
         exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
-        # After a failed run, processes that are not in `exits` ended normally, even if they wrote an error file.
+        # After a failed run, processes that are not in `exits` exited normally, even if they wrote an error file.
         files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
         failed = failures(exits, [file for file in files if file.exists()])
     status = 128 + number if number else 0
@@ -133,18 +133,18 @@ def start(
 
     Args:
         function: the function that each process calls; it reads its rank from torchrun's variables.
-        args: its arguments. Each process gets its own copy, including of tensors.
+        args: the function's arguments. Each process gets its own copy, including of tensors.
         num_processes: number of processes, all on this machine.
-        start_method: ``"fork"`` copies this process; the others start fresh processes and pickle the arguments.
+        start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        port: port where the processes meet; 0 picks a free port.
+        port: the port at which the processes meet; 0 picks a free port.
 
     Raises:
-        RuntimeError: a process failed (the message has the traceback of the first failure); this process cannot be
+        RuntimeError: a process failed (the message contains the first failure's traceback); this process cannot be
             forked; or fresh processes would start more processes, because the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
-        KeyboardInterrupt: on Ctrl-C, after the processes have ended.
+        KeyboardInterrupt: the user pressed Ctrl-C; raised after the processes have exited.
     """
     if start_method == "fork":
         obstacle = fork_obstacle(devices_kind)
@@ -176,9 +176,10 @@ def start(
 
 @contextmanager
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
-    """Context that reports that nothing was trained, if a signal ends the processes before they have joined a group.
+    """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
 
-    It also reports a signal that ends this process before it has started them. It does not change what signals do.
+    A process is starting until it has joined the process group. This also covers a signal that stops this process
+    before it has started the others. Signals keep their usual effect.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -208,7 +209,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """The signal that ended the processes, if users or schedulers send it to end a program; otherwise None."""
+    """Return the signal that ended the processes; None if it is not one that users or schedulers send."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -218,14 +219,14 @@ def _ended_by(error: BaseException) -> int | None:
 
 
 def note_joined() -> None:
-    """Record that this process has joined the others."""
+    """Record that this process has joined the process group."""
     if JOINED in os.environ:
         with suppress(OSError):
             Path(os.environ[JOINED]).touch()
 
 
 def threads_of(num_processes: int) -> int:
-    """Number of CPU threads for each process, if ``num_processes`` share this machine."""
+    """Return the number of CPU threads for each process if ``num_processes`` processes share this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
@@ -241,12 +242,12 @@ def find_place(
     names: tuple[str, str, str] = Place.names,
     line: str = "",
 ) -> Place:
-    """Where the machines meet, from the arguments and the environment.
+    """Determine where the machines meet, from the arguments and the environment.
 
     Args:
         num_nodes: number of machines.
-        node_rank: index of this machine; NODE_RANK if None. Only for several machines.
-        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
+        node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
+        address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
         names: the names that the user knows for address, port and node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
@@ -270,16 +271,16 @@ def find_place(
         values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
         raise RuntimeError(
             f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set, so they cannot find each other. On the first machine, run:\n  {line.format(**values, node=0)}\nand "
-            f"so on, up to the last machine:\n  {line.format(**values, node=num_nodes - 1)}\n"
-            "or start the script with torchrun, srun or mpirun."
+            "set, so the machines cannot find each other. On the first machine, run:\n"
+            f"  {line.format(**values, node=0)}\nand so on, up to the last machine:\n"
+            f"  {line.format(**values, node=num_nodes - 1)}\nor start the script with torchrun, srun or mpirun."
         )
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise OSError(
-            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
-            "a name or address of machine 0 that the other machines can reach."
+            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set "
+            f"{address_name} to a name or address of machine 0 that the other machines can reach."
         ) from error
     return Place(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
@@ -305,7 +306,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything a new process needs: one object, because torch elastic treats plain strings as templates."""
+    """Everything a new process needs, in one object because torch elastic treats plain strings as templates."""
 
     folder: str
     start_method: StartMethod
@@ -356,16 +357,16 @@ def _load_work(file: Path) -> _Work:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"A fresh process cannot import what the run uses ({error}). It can import definitions at the top level of "
-            "a .py file in a folder on sys.path, but nothing below a main guard, and no test file that pytest loads "
-            "with --import-mode=importlib. Move the definition to a .py file that can be imported (pytest's setting "
-            "`pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
+            f"A fresh process cannot import a definition that the run uses ({error}). It can import definitions at the "
+            "top level of a .py file in a folder on sys.path, but not below a main guard, and not from a test file "
+            "that pytest loads with --import-mode=importlib. Move the definition to a .py file that can be imported "
+            "(pytest's setting `pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
         ) from error
 
 
 @cache
 def leave_garbage_alone_in_forks() -> None:
-    """From now on, prevent forks of this process from collecting garbage that existed before the fork.
+    """Prevent later forks of this process from collecting garbage that existed before the fork.
 
     A fork copies objects such as a store server without their thread, but with the pipe that tells the parent's thread
     to stop. Collecting the copy would crash the child, or stop the parent's thread.
@@ -398,7 +399,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers: a fork copies torch elastic's handlers, which are meant for the launcher."""
+    """Restore the default signal handlers, because a fork copies torch elastic's, which are meant for the launcher."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -412,7 +413,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
+    """Pickle a value with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
     import torch
 
     try:
@@ -428,7 +429,7 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
 
 
 def _refuse_definitions(work: _Work) -> None:
-    """Reject work that uses definitions from a prompt or notebook cell: a fresh process cannot import them."""
+    """Reject definitions from a prompt or a notebook cell, because a fresh process cannot import them."""
     finder = _Finder(_Nowhere())
     if not has_file():
         with suppress(Exception):  # _save reports objects that cannot be pickled
@@ -437,12 +438,12 @@ def _refuse_definitions(work: _Work) -> None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
             f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
-            f"which forks this process here; or put {name} in a .py file and import it."
+            f"which forks this process here, or move {name} to a .py file and import it."
         )
 
 
 class _Finder(pickle.Pickler):
-    """Pickler that finds a class or function defined in ``__main__``."""
+    """A pickler that finds a class or function defined in ``__main__``."""
 
     found: Any = None
 
@@ -453,7 +454,7 @@ class _Finder(pickle.Pickler):
 
 
 def _culprit(value: Any) -> tuple[str, Any]:
-    """The path to the innermost object that cannot be pickled (``MyModule.transforms[1].fn``), and the object."""
+    """Return the path to the innermost object that cannot be pickled (``Net.transforms[1].fn``), and the object."""
     seen: set[int] = set()
     name = _name(value)
     while id(value) not in seen:

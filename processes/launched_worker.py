@@ -1,7 +1,7 @@
-"""The first code in a process started by ``paceline launch``: bind to cores, report failures, run the script.
+"""The first code in a process started by ``paceline launch``: bind to cores, set up failure reports, run the script.
 
-The script runs as with ``python script.py``: as ``__main__``, with its own arguments and path. This file does not
-import torch, so the script starts just as quickly.
+The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This file
+does not import torch, so the script starts as quickly as with plain ``python``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .cpu_affinity import bind
 from .rank_failure import register_failure_hook
 
 _ROOT = str(Path(__file__).absolute().parents[2])
-# Add this path only for the package's import, so that no user's file is imported instead of a library.
+# This path is on sys.path only while the package is imported, so that no file in that folder shadows a library.
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
 sys.path.append({root!r})
@@ -28,7 +28,7 @@ main()"""
 
 
 def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
-    """The command for a process that runs a script or a module through this file."""
+    """Return the command for a process that runs a script or a module through this file."""
     program = _PROGRAM.format(root=_ROOT, package=__package__)
     return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
 
@@ -38,7 +38,7 @@ def main() -> None:
     bind()
     register_failure_hook()
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
-        # Several processes share this stream, so each writes whole lines, even with PYTHONUNBUFFERED.
+        # Several processes share this stream, so each writes complete lines, even with PYTHONUNBUFFERED.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     kind, target, *arguments = sys.argv[1:]
     sys.argv = [target, *arguments]

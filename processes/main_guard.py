@@ -1,4 +1,4 @@
-"""Check for a main guard: fresh processes import the program, so it must guard the code for the first process only."""
+"""Check for a main guard, because fresh processes import the program and must not run all of its code again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 
 
 def require_main_guard(who: str) -> None:
-    """Raise if the new processes would start more processes when they import the program.
+    """Raise if new processes would start more processes when they import the program.
 
-    This finds top-level statements of the program that no condition guards. Any other missing guard is found later, in
-    the new process.
+    This finds top-level statements that no condition guards. Any other missing guard is found later, in the new
+    process.
 
     Args:
         who: the setting that starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
@@ -32,14 +32,14 @@ def require_main_guard(who: str) -> None:
         return
     file, number, statement = found
     raise RuntimeError(
-        f"{who} starts fresh processes, and each of them runs {file} again from the top. On line {number}, each would "
-        "start more processes. Put the code that only the first process should run under a main guard:\n\n"
+        f"{who} starts fresh processes, and each of them runs {file} again from the top, so it would start more "
+        f"processes on line {number}. Put code that only the first process should run under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """The statement that this process is running while it imports its parent's program; None if it is not importing."""
+    """Return the statement that this process is running while importing its parent's program; else None."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")
@@ -48,16 +48,16 @@ def _in_new_process() -> tuple[str, int, str] | None:
 
 
 def _unguarded() -> tuple[str, int, str] | None:
-    """The statement that the program is running, if a process that imports the program would run it too."""
+    """Return the statement that the program is running, if a process that imports the program would run it too."""
     main: Any = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", "")
     if name.rpartition(".")[2] == "__main__" or Path(getattr(main, "__file__", None) or "").stem == "ipython":
-        return None  # multiprocessing does not import these
+        return None  # multiprocessing does not import such programs
     return _top_level(main, only_without_condition=True)
 
 
 def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, int, str] | None:
-    """File, line number and first line of the statement in ``main`` that led here."""
+    """Return the file, line number and first line of the statement in ``main`` that is currently running."""
     file = getattr(main, "__file__", None)
     if file is None:
         return None

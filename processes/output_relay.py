@@ -28,10 +28,10 @@ _DISPLAYS = ("publish", "clear_output")
 
 
 class Relay:
-    """Context around the ranks of one run. Each rank calls :meth:`enter` first.
+    """Context manager that relays the output of one run's ranks. Each rank must call :meth:`enter` first.
 
     Args:
-        count: number of ranks to be forked.
+        count: number of ranks to fork.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,7 +43,7 @@ class Relay:
         self._pipes = [{name: os.pipe() for name in names} for _ in range(count if names else 0)]
         self._end, self._ended = os.pipe()
         self._lost: Exception | None = None
-        # A notebook uses the context to find the cell that an output belongs to.
+        # A notebook uses the thread's context to find the cell that an output belongs to.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._relay,), name="paceline-relay", daemon=True
         )
@@ -54,7 +54,7 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Relay the remaining output of the ranks, and close the pipes."""
+        """Relay the ranks' remaining output, and close the pipes."""
         os.close(self._ended)
         if self._pipes:
             self._thread.join()
@@ -69,7 +69,7 @@ class Relay:
     # ---- in a rank -------------------------------------------------------------------------------------------------
 
     def enter(self, rank: int) -> None:
-        """Called in a rank: send its output to its pipes from now on. ``rank`` is the local rank."""
+        """Redirect this rank's output to its pipes. The rank itself calls this; ``rank`` is its local rank."""
         for index, pipes in enumerate(self._pipes):
             for reader, writer in pipes.values():
                 os.close(reader)
@@ -100,7 +100,7 @@ class Relay:
     # ---- in this process -------------------------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Relay output until the ranks have exited and the pipes are empty. Runs in the thread."""
+        """Relay output until the ranks have exited and the pipes are empty. Runs in the relay's thread."""
         receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
         with selectors.DefaultSelector() as selector:
             for reader in (*receivers, self._end):
@@ -116,7 +116,10 @@ class Relay:
                     pass
 
     def _relay_once(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
-        """Relay the content of one pipe; False if it is empty. Errors are reported later, so that no rank blocks."""
+        """Relay the content of one pipe; return False if it is empty.
+
+        Errors are reported later, so that no rank blocks.
+        """
         data = _read(reader)
         if data:
             try:
@@ -126,7 +129,7 @@ class Relay:
         return bool(data)
 
     def _receiver(self, name: str) -> Callable[[bytes], Any]:
-        """The function that receives the bytes of one pipe."""
+        """Return the function that receives the bytes of one pipe."""
         if name == "display":
             return _Displays(self._publisher)
         decode, write = codecs.getincrementaldecoder("utf-8")("replace").decode, self._old[name].write
@@ -134,7 +137,7 @@ class Relay:
 
 
 class _Displays:
-    """Collects the bytes of messages and displays each complete message."""
+    """Collects the bytes of display messages, and displays each message when it is complete."""
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
@@ -152,7 +155,7 @@ class _Displays:
 
 
 def _is_plain(stream: Any) -> bool:
-    """Whether a fork of this process can write to the stream too."""
+    """Return True if a fork of this process can write to the stream too."""
     if stream is None:
         return True
     try:
@@ -163,14 +166,14 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _publisher() -> Any:
-    """The object that displays in a notebook cell; None outside a notebook."""
+    """Return the object that displays output in a notebook cell; None outside a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell: Any = ipython.get_ipython() if ipython is not None else None
     return None if getattr(shell, "kernel", None) is None else shell.display_pub
 
 
 def _rebind_log(streams: dict[int, Any]) -> None:
-    """Make logging handlers write to a rank's streams. Remove pytest's, because the records they keep would be lost."""
+    """Make logging handlers write to a rank's streams; remove pytest's handlers, whose records would be lost."""
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     for logger in loggers:
         for handler in list(getattr(logger, "handlers", ())):

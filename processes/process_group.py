@@ -1,4 +1,4 @@
-"""The process group: a process joins it in its first run, shares it among strategies, and leaves it when it ends."""
+"""The process group, which a process joins in its first run, shares among strategies, and leaves when it exits."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def join(
 
 
 def leave() -> None:
-    """Leave the process group; called when the process ends.
+    """Leave the process group; called when the process exits.
 
-    Waits for gloo's workers first. The last owner of the group, such as the reducer of a wrapped model, joins them
-    while it holds the GIL, which a worker may need to release its tensors.
+    Waits for gloo's worker threads first. Otherwise, the last owner of the group, such as a wrapped model's reducer,
+    would join these threads while it holds the GIL, which a worker may need to release its tensors.
     """
     global _room
     if _room is not None:
@@ -58,13 +58,13 @@ def leave() -> None:
 
 @dataclass
 class _Room:
-    """What a process group's strategies share: a thread that watches for hangs, and gloo groups by timeout."""
+    """The objects that a process group's strategies share: its hang watch, and gloo groups by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)
 
     def is_open(self) -> bool:
-        """Whether the process group that it was created for still exists."""
+        """Return True if the process group that this object was created for still exists."""
         try:
             return all(dist.get_process_group_ranks(group) for group in self.groups.values())
         except KeyError:
@@ -75,7 +75,10 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """The gloo group with this timeout, and the process group's watch; every rank creates them in its first run."""
+    """Return the gloo group with this timeout, and the process group's hang watch.
+
+    Every rank creates both in its first run.
+    """
     global _room
     if _room is None or not _room.is_open():
         if _room is not None:
@@ -88,21 +91,22 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Called when the process ends, because a torch thread that still needs Python would abort the process."""
+    """Stop the threads before the process exits, because a torch thread that still needs Python would abort it."""
     watch.close()
     wait_for_gloo()
 
 
 def wait_for_gloo(seconds: float = 10.0) -> None:
-    """Wait until all of gloo's worker threads are asleep and hold no Python object, for at most ``seconds``.
+    """Wait up to ``seconds`` for all of gloo's worker threads to be asleep and hold no Python object.
 
     A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that
-    Python has seen, it needs the GIL. If Python exits at that moment, it ends the worker inside a C++ destructor, which
-    aborts the process: "terminate called without an active exception". Destroying a group does not end its workers
-    while a strategy, a wrapped model or the user still holds the group.
+    Python has seen, it needs the GIL. If Python exits at that moment, it kills the worker inside a C++ destructor,
+    which aborts the process: "terminate called without an active exception". Destroying a group does not stop its
+    workers while a strategy, a wrapped model or the user still holds the group.
 
-    A worker that is waiting for the GIL gets it while this function sleeps. A worker that sleeps all that time has
-    nothing to do, or is waiting for another process. Only Linux lists threads; on other systems this returns quickly.
+    A worker that is waiting for the GIL gets it while this function sleeps. A worker that stays asleep even then has
+    nothing to do, or is waiting for another process. Only Linux lists threads; on other systems, this function returns
+    quickly.
     """
     deadline, before = time.monotonic() + seconds, None
     while ((asleep := _asleep()) is None or asleep != before) and time.monotonic() < deadline:
@@ -111,12 +115,12 @@ def wait_for_gloo(seconds: float = 10.0) -> None:
 
 
 def _asleep() -> dict[str, str] | None:
-    """The number of times each worker has gone to sleep, by thread id; None if a worker is awake."""
+    """Return how many times each worker has gone to sleep, by thread id; None if a worker is awake."""
     found = {}
     for thread in _THREADS.glob("*/status"):
         try:
             status = dict(line.split(":\t", 1) for line in thread.read_text().splitlines() if ":\t" in line)
-        except OSError:  # the thread has just ended
+        except OSError:  # the thread has just exited
             continue
         if status.get("Name", "").startswith("pt_gloo"):
             if not status["State"].startswith("S"):

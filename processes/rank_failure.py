@@ -1,7 +1,7 @@
 """Find out which process failed first, and report that failure.
 
-A process that fails takes the others down with it: they lose their connection a moment later and fail too. So each
-process writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
+A process that fails takes the others down with it: they lose their connection a moment later and fail too. Therefore,
+each process writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _registered = False
 def register_failure_hook() -> None:
     """Report this process's uncaught exception to its launcher, which prints only the first failure.
 
-    The process also ends when the launcher is killed. Does nothing in a process that Paceline did not start.
+    The process also exits when the launcher is killed. Does nothing in a process that Paceline did not start.
     """
     global _registered
     agent = os.environ.get(LAUNCHED, "")
@@ -68,7 +68,7 @@ def register_failure_hook() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Record that and when ``error`` ended the run, before cleanup makes the other processes fail too."""
+    """Record that ``error`` ended the run, and when, before cleanup makes the other processes fail too."""
     _moment(error)
     if _registered:
         write_failure(error, Path(os.environ[_FILE]))
@@ -88,9 +88,9 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Make a crash in compiled code, which raises no exception, write the stacks to ``file``.
+    """Write the stack traces of all threads to ``file`` if native code crashes, because a crash raises no exception.
 
-    This does not cover forks of this process, or work that enables faulthandler itself.
+    This does not cover forks of this process, or code that enables faulthandler itself.
     """
     crash = file.open("w", encoding="utf-8")
     crash.write(f"{_rank()}\n")
@@ -108,7 +108,7 @@ def _say_crash() -> None:
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames in which ``paceline launch`` runs the script."""
+    """Return the traceback without the frames in which ``paceline launch`` runs the script."""
     frame, last = trace, None
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == _WORKER:
@@ -128,7 +128,7 @@ def _write_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _moment(error: BaseException) -> int:
-    """The time when this exception, or an exception that caused it, was first seen, in nanoseconds."""
+    """Return the time in nanoseconds when this exception, or an exception that caused it, was first seen."""
     now = time.time_ns()
     first, at, seen = now, error, set[int]()
     while at is not None and id(at) not in seen:
@@ -152,11 +152,12 @@ def _is_alive(process: int) -> bool:
 
 
 def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
-    """End this process if its launcher is killed, because the launcher can then no longer end it.
+    """Stop this process if its launcher is killed, because the launcher can then no longer stop it.
 
-    A thread checks once per second. It sends SIGTERM, so that a step can finish, and ends the process after the time
-    that torch elastic allows. Before the process group exists there is no step to finish, and torch waits for the other
-    processes without letting threads run. During that time the kernel kills the process, on Linux only.
+    A thread checks once per second. It sends SIGTERM, so that a step can finish, and kills the process after the time
+    that torch elastic allows. Before the process group exists, there is no step to finish, and torch waits for the
+    other processes without letting threads run. During that time, the kernel kills the process if the launcher dies (on
+    Linux only).
 
     Args:
         agent: process id of the launcher.
@@ -192,7 +193,7 @@ def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
 
 
 def _when_parent_dies(number: int) -> None:
-    """Make Linux send this process a signal when its parent dies (0: none). Other threads keep their own setting."""
+    """Make Linux send this process a signal when its parent dies (0: no signal). Other threads keep their setting."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -203,15 +204,15 @@ def _when_parent_dies(number: int) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one process ended.
+    """Describes how one process failed.
 
     Args:
         rank: rank of the process.
-        exit_code: its exit status, or the negative number of the signal that killed it; None if unknown.
+        exit_code: the process's exit status, or the negative number of the signal that killed it; None if unknown.
         moment: time of the failure in nanoseconds since the epoch.
-        text: its traceback, or its stacks if a signal killed it; may be empty.
-        summary: the traceback's last line; empty if it raised no exception.
-        interrupted: whether Ctrl-C ended it.
+        text: the traceback, or the stack traces if a signal killed the process; may be empty.
+        summary: the traceback's last line; empty if the process raised no exception.
+        interrupted: whether Ctrl-C stopped the process.
     """
 
     rank: int
@@ -230,7 +231,7 @@ class Failure:
         return 128 - code if code < 0 else code
 
     def describe(self, world_size: int) -> str:
-        """One line, followed by the traceback if there is one."""
+        """Return one line that describes the failure, followed by the traceback if there is one."""
         who = f"Rank {self.rank} of {world_size}"
         if self.summary:
             return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
@@ -238,11 +239,11 @@ class Failure:
             return f"{who} failed (exit status {self.status}) without an exception; its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, a crash in compiled code that was called here:\n{self.text.rstrip()}"
+            return f"{killed}, a crash in native code that was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
-        """Sort key; likely causes come first: a failure of its own, a lost peer, a signal to end; then by time."""
+        """Sort key: failures with their own cause come first, then lost peers, then signals to stop; then by time."""
         code = self.exit_code or 0
         if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment
@@ -250,7 +251,7 @@ class Failure:
 
 
 def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] = ()) -> list[Failure]:
-    """The failures of all processes that failed, sorted so that the one that caused the others is first.
+    """Return the failures of all processes that failed, sorted so that the one that caused the others comes first.
 
     Args:
         exits: torch elastic's ``ProcessFailure`` by rank.
@@ -259,8 +260,8 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     """
     found: dict[int, Failure] = {}
     for rank, seen in exits.items():
-        # Torch elastic records whole seconds. For a signal, which nothing else explains, take the start of the second;
-        # for an exit status take the end.
+        # Torch elastic records whole seconds. For a signal, which nothing else explains, use the start of the second;
+        # for an exit status, use the end.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
     for file in crashes if exits else ():
         who, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -279,19 +280,19 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
 
 
 def _crash_signal(text: str) -> int:
-    """The exit code of a process whose faulthandler wrote this text."""
+    """Return the exit code of a process whose faulthandler wrote this text."""
     named = (number for words, number in _CRASHES.items() if words in text.partition("\n")[0])
     return -next(named, signal.SIGABRT)
 
 
 def _stack(text: str) -> str:
-    """The stacks of the threads, without Paceline's own threads and the frames below the user's work."""
+    """Return the threads' stack traces, without Paceline's threads and the frames that called the user's function."""
     threads = text.partition("\n\nExtension modules:")[0].split("\n\n")[1:]
     return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
 
 def signal_name(number: int) -> str:
-    """A signal's name, such as ``"SIGKILL"``."""
+    """Return a signal's name, such as ``"SIGKILL"``."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -301,8 +302,9 @@ def signal_name(number: int) -> str:
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
         return (
-            ", probably by the system because memory ran out: check its log, and use smaller batches or fewer workers"
+            ", probably by the system because memory ran out: check the system log, and use smaller batches or fewer "
+            "workers"
         )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
-        return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
+        return ", a crash in native code: PYTHONFAULTHANDLER=1 shows where"
     return ""

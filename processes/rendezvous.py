@@ -1,4 +1,4 @@
-"""Torch elastic's static rendezvous, for several machines at a given address, changed so that machine 0 leaves last."""
+"""Torch elastic's static rendezvous of several machines at a given address, changed so that machine 0 leaves last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _NAME = "paceline-static"
-#: How long machine 0 waits for the others at the end. They finish at about the same time unless one has died.
+#: How long machine 0 waits for the others at the end. All finish at about the same time unless a machine has died.
 _LEAVING = timedelta(seconds=5)
 
 
@@ -34,7 +34,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
-    """Create the rendezvous for torch elastic, with the same parameters as ``static``."""
+    """Create the rendezvous for torch elastic. It takes the same parameters as torch's ``static`` rendezvous."""
     address, _, port = parameters.endpoint.rpartition(":")
     rank, timeout = (parameters.get_as_int(name) for name in ("rank", "timeout"))
     return Rendezvous(address, int(port), rank or 0, parameters.max_nodes, parameters.run_id, timeout or 900)

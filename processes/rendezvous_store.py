@@ -1,9 +1,9 @@
-"""The store where the processes of one attempt find each other, without leftovers from an earlier attempt.
+"""The store through which the processes of one launch attempt find each other, without leftovers from an earlier one.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
-processes wrote. A rank that starts early would read them and try to connect to a dead process. No variable identifies
-the attempt on all machines (each agent counts its own restarts), so the ranks agree on a new prefix: each rank writes a
-unique word, and rank 0 answers that word with the prefix.
+processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable
+identifies the attempt on all machines (each agent counts its own restarts), so the ranks agree on a new prefix: each
+rank writes a unique word to the store, and rank 0 answers each word with the prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEETING = "paceline/meeting"
 
 
 def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
-    """The agent's store, with a prefix for this attempt; None if no agent keeps a store across attempts.
+    """Return torchrun's store with a prefix for this attempt; None if torchrun keeps no store across attempts.
 
     Raises:
         RuntimeError: other ranks did not start within ``timeout``; the message names them.
@@ -53,7 +53,7 @@ def _ask(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
 
 
 def _invite(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
-    """Answer every word in the store, including words from dead processes, until every rank has read its answer."""
+    """Answer every word in the store, including those of dead processes, until every rank has read its answer."""
     prefix, answered = uuid.uuid4().hex, dict[int, bytes]()
     missing, deadline, pause = list(range(1, cluster.world_size)), time.monotonic() + timeout.total_seconds(), 0.002
     while True:
@@ -67,12 +67,12 @@ def _invite(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
         if time.monotonic() > deadline:
             raise _late(cluster, messages.ranks(missing), timeout)
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.01 + 1e-4 * len(missing))  # checking thousands of ranks is slow in itself
+        pause = min(pause * 1.5, 0.01 + 1e-4 * len(missing))  # each check of thousands of ranks is slow
 
 
 def _late(cluster: Cluster, who: str, timeout: timedelta) -> RuntimeError:
     return RuntimeError(
         f"Rank {cluster.rank} of {cluster.world_size} waited {timeout.total_seconds():.0f} s at "
         f"{cluster.address}:{cluster.port} for {who} to start. Check the output of the machines where these ranks "
-        "have not started. If starting takes that long, increase the strategy's timeout=timedelta(...)."
+        "have not started. If they need that long to start, increase the strategy's timeout=timedelta(...)."
     )

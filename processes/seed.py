@@ -27,14 +27,15 @@ _MAX_SEED = 2**32 - 1
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python's ``random``, numpy and torch (all devices); processes started later inherit the seed.
 
-    numpy is seeded, and its state saved in checkpoints, only if it is imported before this call. ``import torch``
-    imports it, unless torch was built without numpy. In that case, import numpy at the top of the script: if it is
+    numpy is seeded, and its state is saved in checkpoints, only if it is imported before this call. ``import torch``
+    imports it, unless torch was built without numpy. In that case, import numpy at the top of the script. If it is
     first imported during the run, it draws different numbers each time.
 
     Args:
-        seed: 0 to 4294967295. None uses ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
-        workers: also seed data loader workers by rank. Within one process torch already gives every worker its own
-            seed, derived from this one, for ``random``, numpy and torch.
+        seed: a number from 0 to 4294967295; if None, the environment variable ``PACELINE_GLOBAL_SEED`` or
+            ``PL_GLOBAL_SEED`` is used, or else 0.
+        workers: also seed data loader workers by rank. Within one process, torch already gives every worker its own
+            seed for ``random``, numpy and torch, derived from ``seed``.
         verbose: print the seed.
 
     Returns:
@@ -43,7 +44,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     value = seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
     if value is None:
         value = 0
-        messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so it uses 0. Pass a seed.")
+        messages.warn(
+            f"seed_everything() uses seed 0, because no seed was passed and {SEED_VARIABLE} is not set. Pass a seed."
+        )
     os.environ[SEED_VARIABLE] = str(value)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     if verbose:
@@ -53,13 +56,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed everything again with the seed of the last :func:`seed_everything`, if there was one."""
+    """Seed everything again with the seed of the last :func:`seed_everything` call, if there was one."""
     if seed_from_environment() is not None:
         seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
 
 
 def seed_from_environment() -> int | None:
-    """The seed from the environment variables; None if none is set."""
+    """Return the seed from the environment variables; None if none of them is set."""
     for variable in (SEED_VARIABLE, _OTHER_SEED_VARIABLE):
         text = os.environ.get(variable)
         if text:
@@ -78,10 +81,10 @@ def _valid_seed(seed: Any, said: str) -> int:
 
 
 def random_states() -> dict[str, Any]:
-    """The state of every random number generator in use, as plain data and tensors.
+    """Return the state of every random number generator in use, as plain data and tensors.
 
-    ``torch``: shape (n,), uint8, on the CPU. ``cuda``: one such tensor per device, only if CUDA is in use; reading them
-    waits for the devices.
+    ``torch`` is a tensor of shape (n,), uint8, on the CPU. ``cuda`` has one such tensor per device; it is only present
+    if CUDA is in use, and reading it waits for the devices.
     """
     states = host_random_states()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -92,7 +95,7 @@ def random_states() -> dict[str, Any]:
 
 
 def host_random_states() -> dict[str, Any]:
-    """:func:`random_states` for the host's generators only; does not wait for a device."""
+    """Like :func:`random_states`, but for the host's generators only; does not wait for a device."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = numpy_random()
     if numpy is not None:
@@ -102,13 +105,13 @@ def host_random_states() -> dict[str, Any]:
 
 
 def numpy_random() -> Any:
-    """``numpy.random`` if numpy is imported (numpy loads it on first use); None if it is not."""
+    """Return ``numpy.random`` if numpy is imported (it loads this module on first use); None otherwise."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
 
 
 def seed_host(value: int) -> None:
-    """Seed Python's ``random``, numpy and torch on the CPU only."""
+    """Seed Python's ``random``, numpy and torch, for the CPU only."""
     random.seed(value)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed the devices too
     numpy = numpy_random()
@@ -123,13 +126,13 @@ def seed_all(value: int) -> None:
 
 
 def mixed(*numbers: int) -> int:
-    """One 64-bit seed derived from several numbers."""
+    """Return one 64-bit seed derived from several numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states that :func:`random_states` returned; warns about generators that this process lacks."""
+    """Restore the states that :func:`random_states` returned; warn about generators that this process lacks."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())
@@ -149,8 +152,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     if missing:
         messages.warn_once(
             f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
-            "(not imported in this process, or different devices), so its random numbers will differ from the saved "
-            "run. Import numpy before fit, or use the same number of devices."
+            "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
+            "the saved run. Import numpy before fit, or use the same number of devices."
         )
 
 
@@ -163,10 +166,10 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context that restores all random states on exit, regardless of what is drawn or seeded inside.
+    """Context manager that restores all random states on exit, whatever was drawn or seeded inside it.
 
     Args:
-        include_cuda: whether to restore CUDA's generators too (reading them waits for the devices).
+        include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
     """
     states = random_states()
     if not include_cuda:
@@ -180,8 +183,8 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 class PrivateRandomness:
     """Private random states (Python, numpy, torch on the CPU), active inside ``with``.
 
-    The context can be entered many times and continues where it left off. Numbers drawn inside depend only on the seed
-    and on earlier draws inside; the states outside do not change.
+    The context can be entered many times, and continues where it left off. Numbers drawn inside it depend only on the
+    seed and on earlier draws inside it; the states outside do not change.
     """
 
     def __init__(self, seed: int) -> None:

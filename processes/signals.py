@@ -1,4 +1,4 @@
-"""Handle signals. They only set a flag; the loop ends the run at the next boundary (see :mod:`.stop_agreement`)."""
+"""Handle signals. A signal only sets a flag; the run ends at the next step boundary (see :mod:`.stop_agreement`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> dict[int, str | None]:
-    """Check ``Trainer(signals=)`` and return its actions by signal number.
+    """Check the ``Trainer(signals=...)`` argument and return its actions by signal number.
 
     Raises:
         ValueError: a signal or an action is unknown, or no program can catch the signal.
@@ -31,13 +31,13 @@ def check_signals(given: Any) -> dict[int, str | None]:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"Trainer(signals={given!r}) does not map signals to actions. Pass a dict such as "
-            "{'SIGUSR2': 'stop'}, with 'stop', 'requeue' or None."
+            "{'SIGUSR2': 'stop'}, whose values are 'stop', 'requeue' or None."
         )
     found: dict[int, str | None] = {}
     for name, action in given.items():
         if action not in (*ACTIONS, None):
-            text = messages.unknown(f"action for {name!r} in Trainer(signals=)", str(action), ACTIONS)
-            raise ValueError(f"{text} None leaves the signal alone.")
+            text = messages.unknown(f"Trainer(signals={{{name!r}: ...}}) action", str(action), ACTIONS)
+            raise ValueError(f"{text} Pass None to leave the signal alone.")
         found[_number(name)] = action
     return found
 
@@ -46,17 +46,18 @@ def _number(name: Any) -> int:
     numbers = {s.name: s for s in signal.Signals}
     known = numbers.get(name) if isinstance(name, str) else next((s for s in signal.Signals if s == name), None)
     if known is None:
-        raise ValueError(messages.unknown("signal in Trainer(signals=)", str(name), sorted(numbers)))
+        raise ValueError(messages.unknown("Trainer(signals=...) signal", str(name), sorted(numbers)))
     if known.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave it out.")
     return int(known)
 
 
 def actions(given: Mapping[int, str | None]) -> dict[int, str]:
-    """The action of each signal in a run. By default SIGINT and SIGTERM stop it, and SLURM's SIGUSR1 also requeues it.
+    """Return the action of each signal in a run.
 
-    This leaves signals alone that the program ignores or whose handler was not set from Python, and SLURM's SIGUSR1 if
-    the user has a handler for it.
+    By default, SIGINT and SIGTERM stop the run, and SLURM's SIGUSR1 also requeues the job. Signals that the program
+    ignores, or whose handler was not set from Python, are left alone, and so is SLURM's SIGUSR1 if the user has a
+    handler for it.
     """
     wanted: dict[int, str | None] = {signal.SIGINT: "stop", signal.SIGTERM: "stop"}
     requeue = getattr(signal, "SIGUSR1", None)
@@ -69,12 +70,12 @@ def actions(given: Mapping[int, str | None]) -> dict[int, str]:
 
 @contextmanager
 def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
-    """Record the first of the ``wanted`` signals in ``state.signum`` while the context is open.
+    """Context manager that records the first of the ``wanted`` signals in ``state.signum``.
 
     The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts immediately, and so does
-    the first one if no step is running (during data preparation, or while a file is read). A checkpoint that the first
-    Ctrl-C triggered is still finished. A signal that arrives too late for the loop to act on it is raised again for the
-    previous handler. Outside the main thread this does nothing, because Python delivers no signals there.
+    the first one if no step is running (during data preparation, or while a file is read). Even then, a checkpoint that
+    the first Ctrl-C triggered is completed. A signal that arrives too late for the loop to act on it is raised again
+    for the previous handler. Outside the main thread, this does nothing, because Python delivers no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -88,7 +89,7 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
             if interrupted or state.stage is None:
                 raise KeyboardInterrupt
             interrupted = True
-            messages.info("Ctrl-C: finishing this step, then ending the run. Press it again to stop at once.")
+            messages.info("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop immediately.")
         state.signum, state.stop = state.signum or signum, True
         theirs = before[signum]
         if callable(theirs) and theirs not in _DEFAULTS:
@@ -112,5 +113,5 @@ def _put_back(before: Mapping[int, Any], ours: Callable[..., Any]) -> None:
 
 
 def interruption(signum: int) -> BaseException:
-    """The exception to raise for a signal once the step is finished."""
+    """Return the exception to raise for a signal once the step is finished."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)

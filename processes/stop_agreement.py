@@ -1,7 +1,7 @@
 """Agree on the step boundary where all ranks stop, after a signal, a time limit or a callback asked one rank to stop.
 
-Until a rank asks, the ranks exchange nothing. They use the process group's store, never a collective. Each rank answers
-once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
+Until a rank asks to stop, the ranks exchange nothing. They then use the process group's store, never a collective. Each
+rank answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for answers from the other ranks' threads; shorter than launchers wait before they kill.
+#: How long a rank waits for answers from the other ranks' threads. Launchers wait longer before they kill ranks.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -39,7 +39,7 @@ class Stop:
     Attributes:
         boundary: the number of the boundary, counted from 1.
         signum: the signal that ends the run; 0 if the training should end as if it had reached its limits.
-        ranks: the ranks that asked.
+        ranks: the ranks that asked to stop.
     """
 
     boundary: int
@@ -48,23 +48,23 @@ class Stop:
 
 
 class StopVote:
-    """The agreement of one run.
+    """Lets all ranks of one run agree on where to stop.
 
-    This is why all ranks stop at the same boundary S, and why no rank waits forever. At boundary n the main thread
-    reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main thread answers n
-    and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers
-    ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n without seeing
-    ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the listening thread
-    read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks' listening threads
-    answer even while their main threads wait for this rank in a collective. If all main threads ask at the same
-    boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary or an earlier
-    one, and they stop exactly there.
+    The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n the
+    main thread reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main
+    thread answers n and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed``
+    and answers ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n
+    without seeing ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the
+    listening thread read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks'
+    listening threads answer even while their main threads wait for this rank in a collective. If all main threads ask
+    at the same boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary
+    or an earlier one, and they stop exactly there.
 
     Args:
         run: the state that this rank's two threads share.
         rank: rank of this process.
         world_size: number of processes.
-        store: a store that all ranks share; no other run uses its keys.
+        store: a store that all ranks share, with keys that no other run uses.
     """
 
     def __init__(self, run: Run, rank: int, world_size: int, store: Any) -> None:
@@ -75,18 +75,19 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """Answer if a rank has asked. The listening thread calls this regularly."""
+        """Answer if a rank has asked to stop. The listening thread calls this regularly."""
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop; asks the other ranks if none has asked yet. The main thread calls this at a boundary.
+        """Decide where to stop. First asks the other ranks, if no rank has asked yet.
 
-        ``signum`` is the signal that this rank received, or 0; ``wants`` says whether it wants to end the training.
+        The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
+        whether this rank wants to end the training.
 
         Raises:
-            RuntimeError: a rank did not answer; it has probably ended.
+            RuntimeError: a rank did not answer, probably because it has exited.
         """
         self._answer(boundary, signum, wants)
         self._store.set("asked", "")
@@ -101,7 +102,10 @@ class StopVote:
                 self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
 
     def _answers(self) -> list[tuple[int, int, bool]]:
-        """The answers of all ranks. Polls the store: ``store.wait`` would keep the other thread from answering."""
+        """Return the answers of all ranks.
+
+        This polls the store, because ``store.wait`` would keep the other thread from answering.
+        """
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
         while not self._store.check(keys):
@@ -109,8 +113,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: check "
-                    "their output."
+                    f"{ANSWER_SECONDS:.0f} s. They have exited, or native code is holding the GIL. Check their "
+                    "output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
@@ -118,5 +122,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """The signal that ends the run on all ranks: the one received by the lowest rank; 0 if no rank received one."""
+    """Return the signal that ends the run on all ranks: the one that the lowest rank received, or 0 if none did."""
     return next((signum for signum in signums if signum), 0)

@@ -1,4 +1,4 @@
-"""The stacks of all threads in this process, for a report on a run that hangs."""
+"""Collect the stack traces of all threads in this process, to report on a run that hangs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import threading
 import traceback
 
-#: Name prefix of Paceline's own threads; their stacks say nothing about the run.
+#: Name prefix of Paceline's own threads; their stack traces say nothing about the run.
 OURS = "paceline-"
 
 
 def stacks() -> str:
-    """The stacks of all threads as text, with the main thread first and the innermost line last."""
+    """Return the stack traces of all threads as text, main thread first; each trace ends with its innermost line."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []

@@ -1,6 +1,6 @@
 """Time the phases of a run. If PACELINE_DEBUG is set, rank 0 prints the times when the process ends.
 
-Phases are long: setup, a fit, a validation, a save. Nothing here is called per batch.
+A phase is long, such as setup, a fit, a validation or a save. Nothing in this file is called for every batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from .. import messages
 
-#: Environment variable in which a launcher stores its start time, in seconds since the epoch.
+#: Environment variable where a launcher stores its start time, in seconds since the epoch.
 STARTED = "PACELINE_STARTED"
 _VARIABLES = ("PACELINE_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -24,13 +24,13 @@ _found: dict[tuple[str, ...], tuple[float, int]] = {}
 
 
 def is_debugging() -> bool:
-    """Whether the environment asks for debug output."""
+    """Return True if debug output is enabled in the environment."""
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _VARIABLES)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context or decorator that adds a block's or function's time to a phase; phases can be nested."""
+    """Context manager or decorator that adds the time of a block or function to a phase; phases can be nested."""
     if not is_debugging() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,7 +38,7 @@ def phase(name: str) -> Iterator[None]:
         atexit.register(_say)
     _open.append(name)
     key, start = tuple(_open), time.perf_counter()
-    _found.setdefault(key, (0.0, 0))  # listed before the phases inside it
+    _found.setdefault(key, (0.0, 0))  # list this phase before the phases inside it
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def text() -> str:
-    """A table of the phases so far: their seconds, and how often each has run."""
+    """Return a table of the phases so far, with each phase's time in seconds and number of runs."""
     now = time.perf_counter()
     started = os.environ.get(STARTED)
     before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0

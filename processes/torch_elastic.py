@@ -29,10 +29,10 @@ _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 @dataclass(frozen=True)
 class Place:
-    """Where the machines meet: an address and a port on machine 0, and the index of this machine.
+    """Says where the machines meet (an address and a port on machine 0) and which machine this is.
 
     Args:
-        port: 0 picks a free port; only on a single machine.
+        port: 0 picks a free port, which works only on a single machine.
         names: the names that the user knows for address, port and node rank, for error messages.
     """
 
@@ -48,11 +48,12 @@ class Options:
     """Other options for torch elastic.
 
     Args:
-        max_restarts: how many times all processes are restarted after one has failed.
+        max_restarts: maximum number of times that all processes are restarted after a failure.
         monitor_interval: seconds between two checks of the processes.
-        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; None writes no files.
-        tee: streams to both show and write there: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or
-            ``"0:1,1:2"`` by local rank; ``"0"`` for none.
+        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; if None, no files are
+            written.
+        tee: streams to show in addition to writing them to ``log_dir``: ``"1"`` for output, ``"2"`` for errors,
+            ``"3"`` for both, ``"0"`` for none, or by local rank, such as ``"0:1,1:2"``.
         role: name of the processes in the lines that ``tee`` shows.
         rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which can restart with different machines.
         rdzv_conf: settings of the rendezvous.
@@ -81,9 +82,10 @@ def launch(
     numa_options: Any = None,
     options: Options | None = None,
 ) -> tuple[dict[int, Any], int | None]:
-    """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any.
+    """Start the processes and wait for them.
 
-    The processes write their failures to ``folder``; ``start_method`` applies if ``entrypoint`` is a function.
+    Returns the failed processes by rank, and the signal that ended the wait, if any. The processes write their failures
+    to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
 
     Raises:
         OSError: the machines or processes cannot find each other.
@@ -122,7 +124,7 @@ def serve(store: Any, address: str, port: int) -> Any:
     """Start a store server at ``port``; 0 picks a free port.
 
     A free port can be unusable for two reasons: the system gave it to two programs at the same time, or torch still has
-    an entry for an earlier server of this process on that port. In both cases this tries another free port.
+    an entry for an earlier server of this process at that port. In both cases, another free port is tried.
     """
     for _ in range(0 if port else _ATTEMPTS):
         try:
@@ -167,12 +169,12 @@ def _config(
 
 
 def is_ignored(number: int) -> bool:
-    """Whether this process ignores a signal."""
+    """Return True if this process ignores a signal."""
     return signal.getsignal(number) == signal.SIG_IGN
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Options that bind processes to their GPUs' NUMA nodes; None, with a message, if binding has no effect."""
+    """Return options that bind processes to their GPUs' NUMA nodes; if that has no effect, say so and return None."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:
@@ -186,7 +188,7 @@ def numa_of(devices_kind: str, numa: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide torch elastic's log: Paceline reports what the user needs to know, once."""
+    """Hide torch elastic's log, because Paceline itself reports everything that the user needs to know."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     before = [logger.propagate for logger in loggers]
     handler = logging.NullHandler()
@@ -203,7 +205,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def signals_restored(handler: Callable[[int, Any], None] | None = None) -> Iterator[None]:
-    """Context that restores signal handlers on exit, because torch elastic replaces some.
+    """Context manager that restores signal handlers on exit, because torch elastic replaces some of them.
 
     Args:
         handler: called for signals that would otherwise end this process silently.
@@ -226,7 +228,7 @@ def signals_restored(handler: Callable[[int, Any], None] | None = None) -> Itera
 
 @contextmanager
 def environment(threads: int | None, **more: str) -> Iterator[None]:
-    """Context that sets environment variables for new processes and restores the environment on exit."""
+    """Context manager that sets environment variables for new processes and restores the environment on exit."""
     before = dict(os.environ)
     os.environ.update(more)
     if threads is not None:
@@ -247,7 +249,7 @@ def _cannot_meet(error: Exception, place: Place) -> OSError:
         return OSError(
             errno.EADDRINUSE,
             f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot "
-            f"use it. Set {port} to a free port{others}",
+            f"meet there. Set {port} to a free port{others}",
         )
     return OSError(
         f"The machines could not find each other at {where} ({address}:{port}): this is {node}={place.node_rank} of "

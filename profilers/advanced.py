@@ -11,7 +11,7 @@ from .base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Record every Python function that runs in an action, with its calls and seconds.
+    """Record every Python function that runs in an action, with its number of calls and its time.
 
     A call counts toward the innermost running action. The profiler makes a step several times slower, so compare
     functions with each other and do not rely on absolute times.
@@ -19,7 +19,7 @@ class AdvancedProfiler(Profiler):
     Args:
         dirpath: see :class:`Profiler`.
         filename: see :class:`Profiler`.
-        line_count_restriction: lines in an action's table, as a number (int) or a fraction (float).
+        line_count_restriction: the number (int) or fraction (float) of lines to keep in an action's table.
         dump_stats: also write one ``.prof`` file per action with cProfile's results, for visualization tools.
     """
 

@@ -25,15 +25,14 @@ _END = object()
 
 
 class Profiler:
-    """Base class for profilers. They time named actions. Define :meth:`start`, :meth:`stop` and :meth:`summary`.
+    """Base class for profilers, which time named actions. Define :meth:`start`, :meth:`stop` and :meth:`summary`.
 
     Actions have the same names as in Lightning: ``run_training_epoch``, ``run_training_batch``,
     ``[_TrainingEpochLoop].train_dataloader_next``, ``[Strategy]DDPStrategy.backward``, ``[Callback]Mine.on_fit_start``,
     ``[TrainingModule]Mine.on_train_start``, ``save_checkpoint``, ...
 
     Args:
-        dirpath: the folder for reports; None means the logger's folder or ``default_root_dir``, and each run then sets
-            this attribute.
+        dirpath: the folder for reports; if None, each run sets it to the logger's folder or ``default_root_dir``.
         filename: part of the file names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
@@ -62,9 +61,9 @@ class Profiler:
         return ""
 
     def split(self) -> dict[str, float]:
-        """Return the run's seconds so far, split into parts that do not overlap, for the page of a ``RunReport``.
+        """Return the run's time so far in seconds, split into parts that do not overlap, for a ``RunReport`` page.
 
-        Empty if the profiler has no such split.
+        The result is empty if the profiler cannot split the time.
         """
         return {}
 
@@ -129,7 +128,7 @@ class Profiler:
         """Called after a fit and its teardown, in each process that called ``fit``."""
 
     def describe(self) -> None:
-        """Write or print the report: each process writes its own file, only rank 0 prints."""
+        """Write or print the report. Each process writes its own file, but only rank 0 prints."""
         text = self.summary()
         if not text:
             return
@@ -145,7 +144,7 @@ class Profiler:
         self._stage = None
 
     def path(self, extension: str, *more: str) -> Path:
-        """Return the file path for this stage and process; creates the folder if needed.
+        """Return the file path for this stage and process; create the folder if needed.
 
         The name is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a single-process run.
         """

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 #: Actions whose end advances the profiler's schedule.
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
-#: Steps of the default schedule: skipped, warmup, recorded.
+#: The default schedule: the number of steps to skip, to use as warmup and to record.
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-#: Arguments for the table that PyTorchProfiler takes itself.
+#: Arguments of the table that PyTorchProfiler has arguments of its own for.
 _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
 class RegisterRecordFunction:
-    """Context that marks each submodule's forward pass with its name in profiles.
+    """Context manager that marks each submodule's forward pass with its name in profiles.
 
     The marks read ``[pl][module]torch.nn.modules.linear.Linear: encoder.0``.
 
@@ -122,14 +122,14 @@ class PyTorchProfiler(Profiler):
             ``profile_memory``, ``with_stack``, ``with_flops``, ...
 
     Attributes:
-        function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the
-            first.
+        function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the first
+            trace.
         traces: the run's trace files.
 
     Raises:
         TypeError: torch's profiler does not have this argument.
         KeyError: the table does not have this argument, or it is an argument of PyTorchProfiler itself.
-        RuntimeError: ``emit_nvtx`` without CUDA.
+        RuntimeError: ``emit_nvtx`` is True, but CUDA is not available.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class PyTorchProfiler(Profiler):
                 raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
-                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
-                "device. Run it on a machine with one, or remove emit_nvtx: PyTorchProfiler() also records on a CPU."
+                "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
+                "device. Run it on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also records on a CPU."
             )
         self.group_by_input_shapes = group_by_input_shapes
         self.emit_nvtx = emit_nvtx
@@ -205,14 +205,14 @@ class PyTorchProfiler(Profiler):
         self._may_be_short = self._schedule is not None and "schedule" not in self.profiler_kwargs
 
     def _begin(self, whole: bool) -> None:
-        """Start recording; records everything if ``whole`` is True and no schedule was given."""
+        """Start recording; record all steps if ``whole`` is True and no schedule was given."""
         if self.emit_nvtx:
             self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
             self._nvtx.__enter__()
             return
         from torch.profiler import profile, schedule
 
-        # Training and validation are separate cycles on purpose.
+        # This warning is expected, because training and validation are recorded in separate cycles.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         options = dict(self.profiler_kwargs)
         wanted = options.pop("schedule", None if whole else schedule(**_DEFAULT, repeat=1))
@@ -254,7 +254,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Drop the default schedule if the run is shorter; the number of batches is known only now."""
+        """Drop the default schedule if the run is too short for it. The number of batches is known only now."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)

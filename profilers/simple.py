@@ -22,7 +22,7 @@ class _Running:
 
 
 class SimpleProfiler(Profiler):
-    """Add up the seconds of each action.
+    """Measure the total time of each action.
 
     Args:
         dirpath: see :class:`Profiler`.
@@ -30,7 +30,7 @@ class SimpleProfiler(Profiler):
         extended: also show each action's number of calls, mean time and percentage of the total.
 
     Attributes:
-        recorded_durations: the seconds of each call, by action.
+        recorded_durations: the duration of each call in seconds, by action.
         start_time: when the run began, by ``time.perf_counter``.
     """
 

@@ -1,4 +1,4 @@
-"""Reading of a run's record: its rows without repetitions, its starts, and derived values. Needs no torch."""
+"""Read a run's record: its rows without repeated ones, its starts, and derived values. Does not need torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..checkpoint.storage import location
 from . import system_info
 from .record import FORMAT, NAME, PARTS, SUFFIX
 
-#: Depth of subfolders in which checkpoints are looked for.
+#: Number of subfolder levels that are searched for checkpoints.
 _DEPTH = 2
 #: Parts of the time that count as training.
 TRAINING = ("data", "step", "rest")
-#: Largest number of intervals in the speed chart.
+#: Maximum number of intervals in the speed chart.
 _STRETCHES = 120
 
 Points = list[tuple[float, float]]
@@ -30,16 +30,16 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """One start of a run: the part that one process ran.
+    """One start of a run: the part that a single process ran.
 
     Attributes:
-        facts: facts known when it began.
-        rows: its rows that no later start repeated.
-        repeated: number of its rows that a later start repeated.
-        clock: seconds by part, as far as known.
-        end: how it ended; empty if this was not written.
+        facts: facts that were known when the start began.
+        rows: the rows that no later start repeated.
+        repeated: number of rows that a later start repeated.
+        clock: the known seconds by part.
+        end: how the start ended; empty if the end was not recorded.
         data: facts about the training batches; empty before training.
-        last: time of its last line, in seconds since 1970.
+        last: the time at which the last line was written, in seconds since 1970.
     """
 
     facts: dict[str, Any]
@@ -52,13 +52,13 @@ class Start:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds without setup, evaluation and checkpoints."""
+        """The training time in seconds, without setup, evaluation and checkpoints."""
         return sum(self.clock.get(part, 0.0) for part in TRAINING)
 
 
 @dataclass
 class Saved:
-    """A checkpoint that was saved; it may have been deleted."""
+    """A checkpoint that was saved and may have been deleted since."""
 
     path: str
     step: int
@@ -71,16 +71,16 @@ class Saved:
 
 @dataclass
 class History:
-    """A run, read from its record.
+    """A run, as read from its record.
 
     Attributes:
         path: path of the record.
-        run: the run's mark.
-        starts: its starts in order; a run that was never resumed has one.
+        run: the run's unique identifier.
+        starts: the starts of the run, in order; a run that was never resumed has only one.
         hyperparameters: hyperparameters from ``save_hyperparameters``.
-        splits: additional time splits by source.
-        saves: the recorded saves by path.
-        torn: number of lines that are not valid JSON because the process was killed while writing.
+        splits: additional time splits, by source.
+        saves: the recorded saves, by path.
+        torn: number of lines that are not valid JSON, because the process was killed while writing them.
     """
 
     path: Path
@@ -95,12 +95,12 @@ class History:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts known when the last start began."""
+        """The facts that were known when the last start began."""
         return self.starts[-1].facts if self.starts else {}
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the record's folder; plus the record's name if there may be several."""
+        """The log's name and version, or else the record's folder, plus the record's name unless it is the default."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
@@ -118,32 +118,32 @@ class History:
 
     @property
     def is_well(self) -> bool:
-        """Whether the run has finished or is still running."""
+        """Whether the run has finished successfully or may still be running."""
         return self.status in ("finished", "running")
 
     @property
     def error(self) -> dict[str, str]:
-        """Type, text and traceback of the exception that ended the run; empty if there was none."""
+        """The type, text and traceback of the exception that ended the run; empty if there was none."""
         return self.starts[-1].end.get("error", {}) if self.starts else {}
 
     @property
     def clock(self) -> dict[str, float]:
-        """Seconds by part, over all starts."""
+        """The seconds of each part, summed over all starts."""
         return {part: sum(start.clock.get(part, 0.0) for start in self.starts) for part in PARTS}
 
     @property
     def seconds(self) -> float:
-        """Total run time of all starts, without the time between them."""
+        """The total time of all starts in seconds, without the time between them."""
         return sum(self.clock.values())
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of all starts, without repeated ones."""
+        """The rows of all starts, without repeated rows."""
         return [row for start in self.starts for row in start.rows]
 
     @property
     def steps(self) -> int:
-        """Number of optimizer updates."""
+        """The number of optimizer updates."""
         return max((row["updates"] for row in self.rows), default=0)
 
     @property
@@ -154,15 +154,15 @@ class History:
     # ---- curves ------------------------------------------------------------------------------------------------------
 
     def curves(self) -> dict[str, Points]:
-        """Return every metric over the steps."""
+        """Return the (step, value) points of every metric."""
         return _curves((row["step"], row["values"]) for row in self.rows)
 
     def rates(self) -> dict[str, Points]:
-        """Return every learning rate over the steps."""
+        """Return the (step, value) points of every learning rate."""
         return _curves((row["updates"], row["lr"]) for row in self.rows)
 
     def repeated_rates(self) -> set[str]:
-        """Return metrics that only repeat a learning rate from :meth:`rates`, as LearningRateMonitor logs it."""
+        """Return metrics that only repeat a learning rate from :meth:`rates`, such as those of LearningRateMonitor."""
         found: dict[str, set[float]] = {}
         others: set[str] = set()
         for row in self.rows:
@@ -171,11 +171,14 @@ class History:
                     found.setdefault(name, set()).add(value)
                 else:
                     others.add(name)
-        # A metric with a single value may equal the rate by chance.
+        # A metric with a single value may equal the learning rate by chance.
         return {name for name in found.keys() - others if len(found[name]) > 1 or name.startswith("lr")}
 
     def speeds(self) -> tuple[Points, Points]:
-        """Return updates and samples per second of training over the steps; no samples if the batch size is unknown."""
+        """Return updates and samples per second of training, as points over the steps.
+
+        The list of samples per second is empty if the batch size is unknown.
+        """
         steps: Points = []
         samples: Points = []
         for start in self.starts:
@@ -187,7 +190,7 @@ class History:
         return steps, samples
 
     def speed(self) -> dict[str, float]:
-        """Return updates and samples per second of training over the whole run, and the median of its intervals."""
+        """Return updates and samples per second of training for the full run, and the median of updates per second."""
         seconds = updates = samples = 0.0
         for start in self.starts:
             found = list(_stretches(start))
@@ -203,7 +206,7 @@ class History:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Saved]:
-        """Return the recorded and the existing checkpoints, with facts from their manifests."""
+        """Return the checkpoints in the record and those on disk, with facts from their manifests."""
         found: dict[str, Saved] = {}
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
@@ -214,7 +217,7 @@ class History:
         begin = min((start.facts["time"] for start in self.starts), default=0.0)
         for path, one in known.items():
             if path not in found and (_when(one.written) < begin - 1 or (marks and not marks & set(one.runs))):
-                continue  # belongs to another run
+                continue  # belongs to a different run
             save = found.setdefault(path, Saved(path, one.global_step))
             save.step, save.epoch, save.written = one.global_step, one.epoch, one.written
             save.size_bytes = sum(size for size, _ in one.files.values())
@@ -232,32 +235,32 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the record for a path: the record itself, its page, or the newest record in or below a folder.
+    """Return the path of a record, given that path, its page's path, or a folder (the newest record in or below it).
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no record.
     """
     given = Path(path)
     if given.is_file():
         return given.with_suffix(SUFFIX) if given.suffix == ".html" else given
     if not given.is_dir():
-        raise FileNotFoundError(f"There is no file or folder {str(given)!r}. Pass the folder of a run, or its record.")
+        raise FileNotFoundError(f"{str(given)!r} does not exist. Pass the folder of a run, or its record.")
     for places in (given.glob(f"{NAME}*{SUFFIX}"), given.rglob(f"{NAME}*{SUFFIX}")):
         newest = max(places, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
             return newest
     raise FileNotFoundError(
-        f"There is no record of a run ({NAME}{SUFFIX}) in {str(given)!r} or below. A run has one if it uses "
+        f"{str(given)!r} and its subfolders contain no record of a run ({NAME}{SUFFIX}). To record a run, use "
         "Trainer(callbacks=[RunReport()])."
     )
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Read a record, each row once.
+    """Read a record, dropping repeated rows.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a record, or a later version wrote it.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not a record, or a later version wrote it.
     """
     history, offset = History(Path(path)), 0
     places: list[tuple[int, Start, dict[str, Any]]] = []
@@ -285,13 +288,13 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _take(history: History, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]) -> None:
-    """Add one line to the history. ``places``: the rows so far, with their offsets in the file."""
+    """Add a record line to the history. ``places`` contains the rows so far, with their offsets in the file."""
     what = line.pop("what")
     if what == "record":
         if line["format"] > FORMAT:
             raise ValueError(
-                f"{str(history.path)!r} was written by a later version of Paceline (format {line['format']}; this "
-                f"version reads {FORMAT}). Update Paceline."
+                f"{str(history.path)!r} was written by a later version of Paceline (in format {line['format']}; this "
+                f"version reads format {FORMAT}). Update Paceline."
             )
         history.run = line["run"]
     elif what == "go on":
@@ -346,7 +349,7 @@ def _curves(rows: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, Points
 
 
 def _samples_in_batch(start: Start) -> int | None:
-    """Return the samples of one batch over all ranks."""
+    """Return the number of samples in a batch across all ranks; None if the batch size is unknown."""
     size = start.data.get("batch_size")
     return size * start.data.get("ranks", 1) if size else None
 
@@ -381,7 +384,7 @@ def _when(written: str) -> float:
 
 
 def _is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote the record still runs, as far as this machine can tell."""
+    """Return True if the process that wrote the record is still running, as far as this machine can tell."""
     if process.get("host") != socket.gethostname() or not isinstance(process.get("pid"), int):
         return False
     try:
@@ -390,4 +393,4 @@ def _is_alive(process: Mapping[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return system_info.begun(process["pid"]) == process.get("begun")  # else another process has this pid now
+    return system_info.begun(process["pid"]) == process.get("begun")  # otherwise, a different process has this pid now

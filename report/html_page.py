@@ -1,7 +1,7 @@
 """A self-contained HTML page with text and tables, for reports that open in a browser.
 
-Uses only the standard library. Every function returns :class:`Html`; anything else on a page is treated as text and
-escaped. Colors follow the reader's light or dark scheme.
+This module uses only the standard library. The functions return :class:`Html`; anything else on a page is treated as
+text and escaped. Colors follow the reader's light or dark color scheme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-#: Colors of series and shares by scheme, distinguishable with red-green color blindness.
+#: Colors of series and chart segments for each color scheme, distinguishable with red-green color blindness.
 _LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93")
 _LIGHT += ("#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a", "#1f4e79", "#d98cb3")
 _DARK = ("#7aa7e8", "#f0a94a", "#63c497", "#e07fb2", "#a99bee", "#a9adb5")
@@ -50,19 +50,19 @@ class Html(str):
 
 
 class Section(NamedTuple):
-    """A section of a page: a heading and its contents, HTML or plain text."""
+    """A section of a page: a heading and its contents, which are HTML or plain text."""
 
     heading: str
     parts: Sequence[str]
 
 
 def escaped(value: object) -> str:
-    """Return ``value`` for a page: HTML unchanged, everything else escaped."""
+    """Return HTML unchanged and any other value as escaped text."""
     return value if isinstance(value, Html) else html.escape(str(value))
 
 
 def page(title: str, sections: Iterable[Section], lead: str = "") -> str:
-    """Return a complete, self-contained page. ``lead`` is a line below the title."""
+    """Return a complete, self-contained page. ``lead`` is a line of text below the title."""
     colors = {"light": _variables(_LIGHT), "dark": _variables(_DARK)}
     parts = [f"<h1>{escaped(title)}</h1>", paragraph(lead) if lead else ""]
     for section in sections:
@@ -91,7 +91,7 @@ def paragraph(text: object) -> Html:
 
 
 def verbatim(text: object) -> Html:
-    """Return text in a fixed-width font with its line breaks."""
+    """Return text in a fixed-width font, with its line breaks preserved."""
     return Html(f"<pre>{escaped(text)}</pre>")
 
 
@@ -102,7 +102,7 @@ def card(heading: str, lines: Iterable[object], kind: str = "") -> Html:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> Html:
-    """Return a table; columns of numbers are right-aligned."""
+    """Return a table. Columns of numbers are right-aligned."""
     rows = [list(row) for row in rows]
     words = {place for row in rows for place, cell in enumerate(row) if not _is_number(cell) and cell not in ("", None)}
 

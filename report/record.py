@@ -1,7 +1,8 @@
-"""The record of a run: JSON lines written during the run, from which a report is made.
+"""The record of a run: JSON lines that are written during the run and from which its report is created.
 
-Written lines are never changed, because the process may be killed at any moment. The first line of a resumed run marks
-what it repeats (``"after"``: the file's length when the checkpoint was written).
+Written lines are never changed, because the process may be killed at any time. The first line of a resumed run says
+which earlier lines the run repeats: those beyond the length (``"after"``) that the file had when the checkpoint was
+written.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ PARTS = ("setup", "data", "step", "evaluation", "checkpoint", "rest")
 
 
 class Clock:
-    """Time split of a run. Each moment belongs to one part, so the parts add up to the total.
+    """Splits a run's time into parts. No two parts overlap, so they add up to the total.
 
     Attributes:
         seconds: seconds by part.
         part: the current part.
-        mark: time up to which seconds have been counted.
+        mark: the ``perf_counter`` time up to which seconds have been counted.
     """
 
     def __init__(self) -> None:
@@ -49,25 +50,25 @@ class Clock:
         self.mark, self.part = now, part
 
     def was(self, part: str) -> None:
-        """Count the time since the last mark for ``part``; the current part continues."""
+        """Count the time since the last mark as ``part`` without ending the current part."""
         now = perf_counter()
         self.seconds[part] += now - self.mark
         self.mark = now
 
     def logged(self) -> None:
-        """Count the time since the last batch as logging, if values were sent to the loggers between two batches."""
+        """Count the time since the last batch as logging if the loggers were called between two batches."""
         if self.part == "data":
             self.was("rest")
 
     def save(self) -> None:
-        """Begin a checkpoint."""
+        """Start counting time as a checkpoint."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part
             self.to("checkpoint")
 
     def saved(self) -> float:
-        """End a checkpoint, or the wait for one in the background. Return its seconds."""
+        """Stop counting time as a checkpoint, or as a wait for a background write. Return how many seconds it took."""
         before = self.seconds["checkpoint"]
         if self.part == "checkpoint":
             self.to(self._before_save)
@@ -82,14 +83,14 @@ class Clock:
 
 
 class RunRecord(DummyLogger):
-    """Logger that writes the record. It is the last of the trainer's loggers, only during a run.
+    """Logger that writes the record. During a run, it is the last of the trainer's loggers.
 
-    Nothing is written before :meth:`settle`, when it is known whether the run continues an existing record.
+    Nothing is written before :meth:`settle` is called, when it is known whether the run continues an existing record.
 
     Args:
         folder: folder of the record; None on ranks that write nothing.
-        log_dir: the trainer's folder without this logger.
-        now: returns what each row contains besides the values: epoch, counters, learning rates.
+        log_dir: the trainer's ``log_dir`` without this logger.
+        now: returns what each row contains in addition to the values: epoch, counters, learning rates.
         clock: the clock of this start.
     """
 
@@ -150,11 +151,11 @@ class RunRecord(DummyLogger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run, self._after = state["run"], state["length"]
-        if self.path is not None:  # the same process returns to one of its checkpoints
+        if self.path is not None:  # this process has returned to one of its own checkpoints
             self._go_on()
 
     def settle(self) -> None:
-        """Start writing to the file: the resumed run's record if the folder has it, else a new one."""
+        """Start writing to the resumed run's record if it is in the folder, otherwise to a new record."""
         if self.folder is None or self.path is not None:
             return
         try:
@@ -170,7 +171,7 @@ class RunRecord(DummyLogger):
                 self._put({"what": "record", "format": FORMAT, **header})
             else:
                 if not found.read_bytes().endswith(b"\n"):
-                    self._file.write(b"\n")  # after an incomplete line of a killed process
+                    self._file.write(b"\n")  # after an incomplete line from a killed process
                 self._go_on()
         except OSError as error:
             self._give_up(error)
@@ -188,13 +189,13 @@ class RunRecord(DummyLogger):
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def row(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write a line of values, with the time, the counters and the time split so far."""
+        """Write a line with the given values, the current time, the counters and the time split so far."""
         now = self._now()
         at = now["updates"] if step is None else step
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())
 
     def write(self, what: str, **facts: Any) -> None:
-        """Write a line of kind ``what``."""
+        """Write a line with the given facts; ``what`` is the kind of line."""
         if self.folder is None:
             return
         line = {"what": what, "time": round(time.time(), 3), **facts}
@@ -215,10 +216,10 @@ class RunRecord(DummyLogger):
             self._give_up(error)
 
     def _write_again(self, path: Path) -> None:
-        """Write the whole file again after it was deleted, from the handle that is still open."""
+        """Rewrite the full file after it was deleted, from the handle that is still open."""
         messages.warn(
-            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it. The "
-            "whole record is written again."
+            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it, so "
+            "the full record is written again."
         )
         self._file.seek(0)
         content = self._file.read()
@@ -230,19 +231,19 @@ class RunRecord(DummyLogger):
     def _give_up(self, error: OSError) -> None:
         messages.warn(
             f"The run continues without a report, because its record in {str(self.folder)!r} cannot be written "
-            f"({error.strerror or error}). Free disk space, or choose another folder: RunReport(dirpath=...)."
+            f"({error.strerror or error}). Free disk space, or choose a different folder with RunReport(dirpath=...)."
         )
         self.folder = None
         self.close()
 
     def close(self) -> None:
-        """Close the file; a later run opens it again."""
+        """Close the file. A later run can reopen it."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def open_again(self, now: Callable[[], dict[str, Any]], clock: Clock) -> None:
-        """Continue the file in another run of the same trainer."""
+        """Reopen the file to continue it in a new run of the same trainer."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
@@ -252,7 +253,7 @@ class RunRecord(DummyLogger):
 
 
 def _record_of(run: str, folder: Path) -> Path | None:
-    """Return a run's record in a folder."""
+    """Return the path of a run's record in a folder; None if the folder does not contain it."""
     for path in sorted(folder.glob(f"{NAME}*{SUFFIX}")):
         with open(path, "rb") as file, suppress(ValueError, AttributeError):  # incomplete, or not a record
             if json.loads(file.readline()).get("run") == run:
@@ -261,7 +262,7 @@ def _record_of(run: str, folder: Path) -> Path | None:
 
 
 def _claim(folder: Path) -> Path:
-    """Create a new file without touching other runs' files."""
+    """Create a new file without touching the files of other runs, and return its path."""
     number = 0
     while True:
         path = folder / f"{NAME}{f'-v{number}' if number else ''}{SUFFIX}"

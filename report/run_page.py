@@ -1,4 +1,4 @@
-"""Report page of a run. Needs no torch."""
+"""Create the report page of a run. Does not need torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .history import History, Points, Start
 from .html_page import Html, Section
 from .svg_charts import line_chart, pie, side_by_side
 
-#: Largest number of metric charts on a page; the table has the other values.
+#: Maximum number of metric charts on a page; the table contains the other metrics.
 MOST_CHARTS = 60
-#: Largest ratio of positive values on a linear axis; above it the axis is logarithmic.
+#: Largest ratio between positive values on a linear axis; above it, the axis is logarithmic.
 _DECADES = 1000.0
 _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<=.)_(step|epoch)(?=/|$)")
 
@@ -33,7 +33,7 @@ def write(path: str | os.PathLike[str], page: str) -> str:
 
 
 def single(history: History) -> str:
-    """Return the page about one run."""
+    """Return the report page of a run."""
     curves = history.curves()
     drawn = {name: points for name, points in curves.items() if name not in history.repeated_rates()}
     sections = [
@@ -63,7 +63,7 @@ def _ending(history: History) -> Html:
 
 
 def overview(history: History) -> dict[str, Any]:
-    """Return a summary of the run."""
+    """Return a summary of the run: texts by name."""
     facts = history.facts
     strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
     found: dict[str, Any] = {
@@ -87,7 +87,7 @@ def overview(history: History) -> dict[str, Any]:
 
 
 def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
-    """Group metrics by their name without stage and cadence."""
+    """Group metrics by name, ignoring the stage and the suffix ``_step`` or ``_epoch``."""
     groups: dict[str, dict[str, Points]] = {}
     for name, points in curves.items():
         groups.setdefault(_STAGES.sub("", name) or name, {})[name] = points
@@ -95,21 +95,21 @@ def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
 
 
 def charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
-    """Return a chart for each group, up to ``MOST_CHARTS``."""
+    """Return a chart for each group, but at most ``MOST_CHARTS``."""
     drawn = [line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
     left = len(groups) - len(drawn)
     return [*drawn, pages.paragraph(f"{left} more are in the table of values.")] if left else drawn
 
 
 def line(series: Mapping[str, Points], what: str) -> Html:
-    """Return a line chart, logarithmic if the values span decades."""
+    """Return a line chart, with a logarithmic axis if the values span several orders of magnitude."""
     values = [y for points in series.values() for _, y in points if y == y]
     log = bool(values) and min(values) > 0 and max(values) / min(values) > _DECADES
     return line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
 
 
 def _speed(history: History) -> list[Html]:
-    """Return one chart, because steps and samples per second have the same shape."""
+    """Return a single speed chart, because the curves of steps and samples per second have the same shape."""
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
         unknown = "The loader has no batch size, so only steps are counted."
@@ -163,18 +163,18 @@ def _checkpoints(history: History) -> Html:
 
 
 def _settings(history: History) -> list[list[Any]]:
-    """Return every argument and setting, non-default ones first."""
+    """Return all arguments and settings, starting with those that are not defaults."""
     rows = history.facts.get("settings", [])
     return [[name, shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value as text; nothing for None."""
+    """Return a setting's value as text; None becomes an empty string."""
     return "" if value is None else str(value)
 
 
 def environment(history: History) -> dict[str, Any]:
-    """Return versions, machine, process and git state."""
+    """Return the versions, machine, process and git state of the run."""
     facts = history.facts
     git, process, machine = facts.get("git", {}), facts.get("process", {}), facts.get("machine", {})
     found = {name: value for name, value in facts.get("versions", {}).items() if value is not None}
@@ -214,7 +214,7 @@ def _moment(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as text: ``"2 h 03 min"``."""
+    """Format seconds as text, such as ``"2 h 03 min"``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: pies, stacked bars and lines, with their legends."""
+"""Charts as inline SVG: pie charts, stacked bars and line charts, with legends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .html_page import Html, color, escaped
 
-#: Largest number of points in a line; with more, only the lowest and highest of each interval are drawn.
+#: Maximum number of points in a line; if there are more, only the lowest and highest of each interval are drawn.
 MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 82, 12, 12, 34
@@ -16,12 +16,12 @@ _CHARACTER = 7.5
 
 
 def side_by_side(parts: Iterable[Html]) -> Html:
-    """Return charts in a row, if the window is wide enough."""
+    """Place charts side by side if the window is wide enough."""
     return Html(f'<div class="charts">{"".join(parts)}</div>')
 
 
 def legend(names: Sequence[str]) -> Html:
-    """Return a legend of the series' colors."""
+    """Return a legend for the colors of the series."""
     items = (f'<li><i style="background:{color(i)}"></i>{escaped(name)}</li>' for i, name in enumerate(names))
     return Html(f'<ul class="legend">{"".join(items)}</ul>')
 
@@ -32,7 +32,7 @@ def legend(names: Sequence[str]) -> Html:
 def pie(shares: Mapping[str, float], caption: str = "", size: int = 190) -> Html:
     """Return a pie chart of the positive values, clockwise from the top, with a legend.
 
-    Colors follow the order of ``shares``, so that two pies with the same names can be compared.
+    Colors follow the order of ``shares``, so that two charts with the same names can be compared.
     """
     total = sum(value for value in shares.values() if value > 0)
     radius, at, wedges, names = size / 2, 0.0, [], []
@@ -63,7 +63,7 @@ def _wedge(start: float, part: float, radius: float, mark: str) -> str:
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], unit: str = "") -> Html:
-    """Return one stacked bar per row, on a common scale."""
+    """Return a chart with one stacked bar per row, on a common scale."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     most = max((sum(max(v, 0.0) for v in parts.values()) for parts in rows.values()), default=0.0) or 1.0
     room, height = _WIDTH - 230, 26
@@ -93,10 +93,10 @@ def line_chart(
     log: bool = False,
     caption: str = "",
 ) -> Html:
-    """Return a chart of lines over a common x axis.
+    """Return a line chart with a common x axis.
 
     Args:
-        series: points (x, y) by name, x ascending. The line is interrupted where y is not finite.
+        series: points (x, y) by name, in ascending order of x. A line is interrupted where y is not finite.
         x_label: label of the x axis.
         y_label: label of the y axis, with its unit.
         log: use a logarithmic y axis; points that are not positive are omitted.
@@ -164,7 +164,7 @@ def _stretch(places: list[tuple[float, float]], paint: str) -> str:
 
 
 def _x_label(middle: float, floor: float, text: str) -> str:
-    """Return a number below its position on the x axis, moved left if it would cross the chart's right edge."""
+    """Return a label below its position on the x axis, moved left if it would cross the right edge of the chart."""
     middle = min(middle, _WIDTH - 1 - len(text) * _CHARACTER / 2)
     return f'<text x="{middle:.1f}" y="{floor}" text-anchor="middle">{text}</text>'
 

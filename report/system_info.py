@@ -1,4 +1,4 @@
-"""Facts about a run's environment: versions, machine, code. Only :func:`machine` imports torch."""
+"""Collect facts about a run's environment: versions, machine and code. Only :func:`machine` imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Packages whose version is reported.
+#: Packages whose versions are reported.
 PACKAGES = ("torch", "torchmetrics", "tensorboard", "wandb", "safetensors", "deepspeed", "transformers", "accelerate")
 _GIT_SECONDS = 5.0
 _SECRET = re.compile(r"(?i)(token|secret|passw|credential|api[-_]?key|auth)")
@@ -32,9 +32,9 @@ def _version(package: str) -> str | None:
 
 
 def machine(with_gpus: bool = True) -> dict[str, Any]:
-    """Return operating system, processors and GPUs.
+    """Return the operating system, processors and GPUs.
 
-    Querying CUDA (``with_gpus``) takes time and memory in a process that does not use it otherwise.
+    ``with_gpus`` queries CUDA, which costs time and memory in a process that does not otherwise use it.
     """
     import torch
 
@@ -49,7 +49,7 @@ def machine(with_gpus: bool = True) -> dict[str, Any]:
 
 
 def process() -> dict[str, Any]:
-    """Return host, process, folder and command; anything in the command that looks like a secret is removed."""
+    """Return the host, process, folder and command; anything in the command that looks like a secret is removed."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -61,7 +61,7 @@ def process() -> dict[str, Any]:
 
 
 def begun(pid: int) -> int | None:
-    """Return a process's start time, in ticks since boot; None if it has ended or the system does not say."""
+    """Return a process's start time in ticks since boot; None if it has exited or the system does not provide it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -80,10 +80,10 @@ def _command(words: list[str]) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Return commit, branch and number of changed files of the running code; empty without git.
+    """Return the commit, branch and number of changed files of the running code; empty without git.
 
-    The folder is the program's, or the working directory if there is none. Untracked files are not counted, because
-    that takes long in a large tree.
+    The code is in the program's folder, or in the working directory if the program has no file. Untracked files are not
+    counted, because that takes a long time in a large tree.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = str(Path(main).resolve().parent) if main else os.getcwd()

@@ -1,4 +1,4 @@
-"""Tables of text that fit a terminal, wrapped without breaking words."""
+"""Text tables that fit into a terminal, wrapped without breaking words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
-#: Smallest width to which the words of a column are shortened.
+#: Minimum width to which the words in a column are shortened.
 _SHORTEST = 8
-#: Unit of wrapping: text up to a space or a separator.
+#: The unit of wrapping: text up to a space or a separator.
 _PIECE = re.compile(r".+?(?:[.,:] ?|[-/ ]|$)")
 
 
@@ -20,18 +20,18 @@ def fitted(
     shortened: Collection[str],
     between: str = "  ",
 ) -> tuple[list[str], list[str]]:
-    """Lay out columns side by side; the first cell of each is its name.
+    """Lay out columns side by side. The first cell of each column is its name.
 
     Args:
         columns: columns of equal length.
-        width: longest line in characters; None for no limit.
+        width: maximum line length in characters; None means no limit.
         folded: names of columns whose cells may wrap.
-        left_out: columns that are omitted, one after the other, if wrapping is not enough.
-        shortened: columns whose words are shortened if that is still not enough.
-        between: the text between two columns.
+        left_out: names of columns to omit, one after the other, if wrapping is not enough.
+        shortened: names of columns whose words are shortened if that is still not enough.
+        between: text between two columns.
 
     Returns:
-        the rows, of one or more lines each, and the names of the omitted columns.
+        The rows, of one or more lines each, and the names of the omitted columns.
     """
     count, kept = 0, list(columns)
     widths, too_much = _widths(kept, width, folded, between)
@@ -53,7 +53,7 @@ def fitted(
 def _widths(
     columns: Sequence[Sequence[str]], width: int | None, folded: Collection[str], between: str
 ) -> tuple[list[int], int]:
-    """Return the columns' widths after wrapping, and by how much they are still too wide together."""
+    """Return the widths of the columns after wrapping, and by how many characters the table is still too wide."""
     widths = [max(map(len, cells)) for cells in columns]
     if width is None:
         return widths, 0
@@ -67,7 +67,7 @@ def _widths(
 
 
 def _shrink(widths: list[int], least: Sequence[int], too_much: int) -> int:
-    """Narrow columns, the widest first, none below its ``least``; return the excess that remains."""
+    """Narrow columns, widest first, but none below its minimum in ``least``; return the excess that remains."""
     while too_much > 0:
         wider = [at for at, width in enumerate(widths) if width > least[at]]
         if not wider:
@@ -78,7 +78,7 @@ def _shrink(widths: list[int], least: Sequence[int], too_much: int) -> int:
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """Wrap a cell to lines of at most ``width`` characters."""
+    """Wrap a cell into lines of at most ``width`` characters."""
     lines = [""]
     for piece in _PIECE.findall(cell):
         if lines[-1] and len(lines[-1] + piece.rstrip()) > width:

@@ -14,7 +14,7 @@ Constructor = Callable[Concatenate[Any, P], None]
 
 
 def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
-    """Decorator for ``__init__``: an unknown argument raises an error that suggests the right one.
+    """Decorator for ``__init__`` that raises an error for an unknown argument and suggests the right one.
 
     ``moved`` maps arguments of other libraries to their replacements.
     """

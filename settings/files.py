@@ -12,11 +12,11 @@ from typing import Any
 from .. import messages
 from .names import SETTINGS
 
-#: Environment variable with the path of the file to use; ``none`` for no file.
+#: Environment variable with the path of the file to use; ``none`` means no file.
 CONFIG_VARIABLE = "PACELINE_CONFIG_FILE"
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
-#: Keys of Accelerate's files that Paceline does not use, with the values that have no effect anyway.
+#: Keys of Accelerate's files that Paceline does not use, with the values that it ignores without a message.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "same_network": (True, False),
     "main_training_function": ("main",),
@@ -45,7 +45,7 @@ class ConfigFile:
 
     Attributes:
         path: the file.
-        values: values by setting name, without empty ones.
+        values: values by setting name, leaving out empty ones.
         keys: the file's key for each of these settings.
         unused: keys of Accelerate that have no meaning in Paceline.
     """
@@ -71,10 +71,10 @@ def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The file to use: from PACELINE_CONFIG_FILE, this folder, or this user, or else Accelerate's.
+    """Return the file to use: the one that PACELINE_CONFIG_FILE names, or this folder's, the user's or Accelerate's.
 
     Raises:
-        FileNotFoundError: the file in PACELINE_CONFIG_FILE does not exist.
+        FileNotFoundError: the file that PACELINE_CONFIG_FILE names does not exist.
     """
     named = environment.get(CONFIG_VARIABLE)
     if named:
@@ -109,7 +109,7 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it does not have the format of its suffix, or it has an unknown key, two keys for one setting, an
+        ValueError: the file is not in the format of its suffix, or it has an unknown key, two keys for one setting, an
             invalid value, or a setting that Paceline does not support.
     """
     place = _existing(Path(path).expanduser(), "The configuration path")
@@ -143,9 +143,12 @@ def _suffix(path: Path) -> str:
 
 
 def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
-    """The keys and values of a file; keys in sections as ``section.key``."""
+    """Yield a file's keys and values; a key in a section becomes ``section.key``."""
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{path} contains {messages.a(content)}, not keys with values. Write lines `key: value`.")
+        raise ValueError(
+            f"{path} contains {messages.a(content)}, not key-value pairs. Write each setting on its own line, as "
+            "`key: value`."
+        )
     for key, value in (content or {}).items():
         if key in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", one) for inner, one in value.items())
@@ -154,9 +157,9 @@ def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
-    """The settings that a key of a file sets, with their values."""
+    """Return the settings that a key of a file sets, with their values."""
     section, _, inner = key.rpartition(".")
-    prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # the form in older files
+    prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # the form of the key in older files
     name = _KEYS.get(key) or _KEYS.get(prefixed)
     if name is not None:
         return {} if SETTINGS[name].is_nothing(value) or (key == "num_processes" and value == -1) else {name: value}
@@ -167,8 +170,8 @@ def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key not in _IDLE:
         known = [*_KEYS, "distributed_type"] if not section else [k for k in _KEYS if k.startswith(f"{section}.")]
         raise ValueError(
-            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see "
-            "`paceline config --help` for the names."
+            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see `paceline "
+            "config --help` for the valid keys."
         )
     if value not in (None, "", [], {}, *_IDLE[key]):
         file.unused.append(key)
@@ -224,7 +227,7 @@ _PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write settings in the format of the file's suffix. The file appears complete or not at all.
+    """Write settings in the format of the file's suffix. The file is written atomically.
 
     The folder is created if needed.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from .values import NOTHING, choice, count, positive, text, truth, word_or_truth
 
-#: How the names of Paceline's environment variables begin.
+#: Prefix of Paceline's environment variables.
 PREFIX = "PACELINE_"
 
 
@@ -19,13 +19,14 @@ class Setting:
     Attributes:
         name: its name in code, as a flag and in a file.
         parse: returns the parsed value, or raises a ValueError whose text completes a sentence about the value.
-        default: its value if it is not set; None for no value, or one that is determined where it is used.
-        help: a description in one line.
+        default: its value if it is not set; None if there is no default, or if the default is determined where it is
+            used.
+        help: a one-line description.
         group: its topic.
         accepts: text that describes the accepted values.
         bare: whether its flag takes no value.
         variables: Accelerate's environment variables for it, read after ``PACELINE_<NAME>``.
-        keys: its keys in Accelerate's config files, besides its own name.
+        keys: its keys in Accelerate's config files, in addition to its own name.
         objects: whether code may pass an object of another type, which is passed on unchanged.
     """
 
@@ -42,13 +43,13 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Paceline's own environment variable for it."""
+        """Paceline's own environment variable for this setting."""
         return PREFIX + self.name.upper()
 
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        ``where`` says where the value was given, for the error.
+        ``where`` says where the value was given; errors begin with it.
 
         Raises:
             ValueError: the value is not valid for this setting.
@@ -59,7 +60,7 @@ class Setting:
             raise ValueError(f"{where}: {self.name} {value!r} {error}") from None
 
     def is_nothing(self, value: Any) -> bool:
-        """Whether a value in a file or variable means "not set"."""
+        """Return True if a value in a file or variable means "not set"."""
         if not isinstance(value, str):
             return value is None
         word = value.strip().lower()

@@ -15,30 +15,31 @@ from .names import PREFIX, SETTINGS, Setting
 T = TypeVar("T")
 Place = Literal["code", "flag", "env", "file", "default"]
 
-#: Environment variable of launched processes with the settings that come from the launcher's flags, comma separated.
+#: Environment variable that tells launched processes which settings come from the launcher's flags, separated by
+#: commas.
 FLAGS = "PACELINE_LAUNCH_FLAGS"
-#: Variables for users that are not settings.
+#: Variables that users may set but that are not settings.
 _OTHER_VARIABLES = ("PACELINE_GLOBAL_SEED", "PACELINE_LOG_LEVEL")
 #: How similar an unknown variable must be to a known one to count as a misspelling of it.
 _CLOSE = 0.75
 
 
 class Given(NamedTuple):
-    """A value from code that is used unchanged, and where it was given, such as ``Trainer(precision='bf16')``."""
+    """A value from code that is used unchanged, and a text for where it was given (``Trainer(precision='bf16')``)."""
 
     value: Any
     where: str
 
 
 class Origin(NamedTuple):
-    """Where a value comes from: the kind of source, and the source itself."""
+    """Where a value comes from: the kind of source and the source itself."""
 
     place: Place
     where: str
 
 
 class Row(NamedTuple):
-    """A line of the table of settings. If ``place`` is ``"settings"``, ``where`` names the setting."""
+    """A row of the settings table. If ``place`` is ``"settings"``, ``where`` names the setting."""
 
     name: str
     value: Any
@@ -72,27 +73,27 @@ class Settings(Mapping[str, Any]):
         return len(self._chosen)
 
     def origin(self, name: str) -> Origin:
-        """Where the value of a setting comes from."""
+        """Return where the value of a setting comes from."""
         return self._of(name).origin
 
     def is_set(self, name: str) -> bool:
-        """Whether the value was given, and is not the default."""
+        """Return True if the setting was given a value, False if it has its default."""
         return self.origin(name).place != "default"
 
     def table(self) -> list[Row]:
-        """Every setting with its value and origin."""
+        """Return every setting with its value and origin."""
         return [Row(name, chosen.value, *chosen.origin) for name, chosen in self._chosen.items()]
 
     def print(self, everything: bool = True) -> None:
         """Print the settings, each with its value and origin, on rank 0.
 
-        Without ``everything``, settings that have their default are left out.
+        Without ``everything``, settings with their default value are left out.
         """
         if messages.is_rank_zero():
             messages.answer(self.text(everything))
 
     def text(self, everything: bool = True) -> str:
-        """The text that :meth:`print` prints."""
+        """Return the text that :meth:`print` prints."""
         rows = [row for row in self.table() if everything or row.place != "default"]
         rows = [row._replace(where=row.where.removeprefix(f"{self.file}: ")) for row in rows]
         lines = [f"Current settings (file: {self.file or 'none'})"]
@@ -116,13 +117,13 @@ def resolve(
     door: str = "Accelerator",
     late_variables: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """Resolve the value of every setting. None means "not set"; an explicit no or False is a value.
+    """Resolve the value of every setting. None means "not set", but an explicit no or False counts as a value.
 
     Args:
         code: values from the program, by setting name; a :class:`Given` also says where it was given.
         flags: values from a launcher's command line.
         config_file: the file to read; None searches the environment, the current folder and the user's folder.
-        environment: environment variables; None for this process's variables.
+        environment: environment variables; if None, those of this process.
         door: the class that ``code`` was passed to, for messages.
         late_variables: values from other variables, with lower priority than the settings' own variables.
 
@@ -145,7 +146,7 @@ def resolve(
         _report(one.name, found, of_code_only=launched is not None)
         chosen[one.name] = found[0]
     settings = Settings(chosen, None if file is None else file.path)
-    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher printed them
+    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher has printed them
         messages.info_once(settings.text())
     return settings
 
@@ -171,7 +172,7 @@ def _candidates(
     file: ConfigFile | None,
     door: str,
 ) -> Iterator[_Candidate]:
-    """The values that the sources give for a setting, highest priority first."""
+    """Yield the values that the sources have for a setting, highest priority first."""
     given = code.get(one.name)
     if isinstance(given, Given):
         if given.value is not None:
@@ -206,11 +207,11 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
     lost = [one for one in others if one.origin.place != "default" and one.value != first.value]
     if lost:
         against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
-        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; this overrides {against}.")
+        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}, which overrides {against}.")
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
-    """The value that a setting was given; None if it has its default."""
+    """Return the value that a setting was given; None if it has its default."""
     if settings is None:
         return None
     is_set = getattr(settings, "is_set", None)
@@ -218,13 +219,13 @@ def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
 
 
 def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> T:
-    """A copy of a dataclass whose fields that are None come from the settings; ``names``: field -> setting."""
+    """Return a copy of a dataclass with its None fields set from the settings; ``names`` maps fields to settings."""
     found = {field: if_set(settings, name) for field, name in names.items() if getattr(one, field) is None}
     return replace(one, **{field: value for field, value in found.items() if value is not None})  # type: ignore[type-var]
 
 
 def hand_over(settings: Settings) -> dict[str, str]:
-    """The environment variables that pass a launcher's settings to its processes.
+    """Return the environment variables that pass a launcher's settings to its processes.
 
     They contain the file's path and every flag, and say which variables come from flags.
     """

@@ -19,7 +19,7 @@ Parse = Callable[[Any], Any]
 
 
 def truth(value: Any) -> bool:
-    """Parse yes or no."""
+    """Parse a yes/no value."""
     word = str(value).strip().lower()
     if word in YES:
         return True
@@ -61,7 +61,7 @@ def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool 
     """Parse one of several words, ignoring case.
 
     ``refused`` maps known but unsupported words to what to do instead. With ``numbered``, a word may also be given by
-    its number, from 1.
+    its number, counting from 1.
     """
     by_word = {word.lower(): word for word in choices}
     if numbered:
@@ -93,7 +93,7 @@ def text(value: Any) -> str:
 
 
 def word_or_truth(*words: str) -> Parse:
-    """Parse yes or no, or one of some words."""
+    """Parse a yes/no value, or one of a given set of words."""
     chosen = choice(*words)
 
     def parse(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The interface between the training loop and the hardware. ``Trainer`` and ``Accelerator`` both use it."""
+"""The interface between the training loop and the hardware, used by both ``Trainer`` and ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class Strategy(Placement, Communication, State):
-    """One process on one device. Subclasses spread the work over more.
+    """Runs one process on one device. Subclasses distribute the work across several processes.
 
-    The base classes handle placement, communication and checkpoint state. This class adds the parts that need several
-    of these: the start and end of a run, and the training step. A run calls ``setup_environment``, ``setup_module``,
-    ``setup_optimizers``, then the steps, and finally ``teardown``.
+    The base classes handle placement, communication and checkpoint state. This class adds the parts that combine them:
+    starting and ending a run, and the training step. A run calls ``setup_environment``, ``setup_module`` and
+    ``setup_optimizers``, then runs its steps, and finally calls ``teardown``.
 
     Precision is a separate object, not a subclass: ``strategy.precision`` decides dtypes and loss scaling.
     """
 
-    #: The names a user can write for this strategy.
+    #: The names that select this strategy in ``Trainer(strategy=...)``.
     names: ClassVar[tuple[str, ...]] = ()
-    #: Whether forward passes communicate, so that all ranks must run the same number of them, including in evaluation.
+    #: Whether forward passes communicate. If so, all ranks must run the same number of them, including in evaluation.
     communicates_forward: bool = False
-    #: Whether gradients are communicated, so that an accumulating loop should call ``sync_gradients``.
+    #: Whether gradients are communicated. If so, a loop that accumulates gradients should call ``sync_gradients``.
     communicates_gradients: ClassVar[bool] = False
     #: Whether a step splits its batch into micro-batches.
     splits_batches: ClassVar[bool] = False
@@ -52,24 +52,24 @@ class Strategy(Placement, Communication, State):
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make the device current and join the process group. Called once per run, in every process."""
+        """Make this process's device current and join the process group. Called once per run in every process."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def for_another_module(self) -> Self:
-        """A strategy with the same processes, device and precision, for another module.
+        """Return a strategy for another module, with the same processes, device and precision.
 
-        Every rank must call this, on a strategy that is set up and has no module of its own.
+        Every rank must call this, on a strategy that is already set up and has no module of its own.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
 
     def places(self, module: nn.Module) -> bool:
-        """Whether :meth:`setup_module` should place a module; False if a device map has already placed it.
+        """Return True if :meth:`setup_module` should place the module, False if a device map has already placed it.
 
         Raises:
-            RuntimeError: a device map has placed it, and this strategy cannot use such a module.
+            RuntimeError: a device map has placed the module, and this strategy cannot use such a module.
         """
         spread = spread_in(module)
         if spread is None:
@@ -77,20 +77,20 @@ class Strategy(Placement, Communication, State):
         name, single = type(spread).__name__, self.world_size == 1 and not self.communicates_forward
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
-                f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). That works "
-                f"in a single process without other placement, not with {type(self).__name__} on {self.world_size} "
-                f"processes and {self.device}. To train it sharded, build it under init_empty_weights and load it with "
-                "load_checkpoint_in_model under strategy='fsdp'."
+                f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). Such a model "
+                f"can only run in a single process that does not move it, not with {type(self).__name__} "
+                f"({self.world_size} processes, {self.device}). To shard the model for training, build it under "
+                "init_empty_weights and load it with load_checkpoint_in_model under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
         messages.info_once(
-            f"{name} stays on the devices of its device map. Weights that training changes stay in memory, even beyond "
-            "max_memory; to train a model that does not fit, use strategy='fsdp'."
+            f"{name} stays on the devices of its device map. Trainable weights stay in memory, even if they exceed "
+            "max_memory. To train a model that does not fit, use strategy='fsdp'."
         )
         return False
 
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
-        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those that a checkpoint has loaded.
+        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those loaded from a checkpoint.
 
         Every process must call this, after the module is set up and any checkpoint is loaded. If ``required``, a tensor
         that still has no values raises a RuntimeError.
@@ -101,14 +101,14 @@ class Strategy(Placement, Communication, State):
             self.waiting.check(module, self.gather_objects)
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """A clearer error for one that is caused by how this strategy works; None for any other error."""
+        """Return a clearer error if ``error`` is caused by how this strategy works; None otherwise."""
         return None
 
     def teardown(self) -> None:
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run; None restores the plain methods."""
+        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; if None, unwrap them."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -118,7 +118,7 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next backward pass communicates; only a window's last micro-batch needs to."""
+        """Set whether the next backward pass communicates gradients; only a window's last micro-batch needs to."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
@@ -128,21 +128,24 @@ class Strategy(Placement, Communication, State):
         """Reduce accumulated gradients that no later backward pass will reduce."""
 
     def left_gradients(self) -> bool:
-        """Whether the last backward pass failed to communicate its gradients. Called once after each pass."""
+        """Return True if the last backward pass did not communicate its gradients but should have.
+
+        Called once after each backward pass.
+        """
         return False
 
     def find_latecomers(self, module: nn.Module) -> None:
         """Look for parameters that were added or unfrozen after wrapping. Called when a pass over a loader begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
-        """Context in which gradients stay local to their process, regardless of :meth:`sync_gradients`."""
+        """Context manager that keeps gradients local to each process, regardless of :meth:`sync_gradients`."""
         self._needs_whole_model("keep_gradients_local")
         return nullcontext()
 
     def joinable(self) -> Joinable | None:
-        """The object for :class:`torch.distributed.algorithms.Join`, in case some ranks have fewer batches than others.
+        """Return the object to pass to :class:`torch.distributed.algorithms.Join`, for ranks with fewer batches.
 
-        None if backward passes do not communicate.
+        Returns None if backward passes do not communicate.
         """
         self._needs_whole_model("joinable")
         return None
@@ -150,26 +153,26 @@ class Strategy(Placement, Communication, State):
     def _needs_whole_model(self, what: str) -> None:
         if self.communicates_gradients:
             raise NotImplementedError(
-                f"{type(self).__name__} has no {what}: each process holds a part of one model and needs the other "
-                "processes in every step. Use strategy 'ddp', where each process holds the whole model."
+                f"{type(self).__name__} does not support {what}: each process holds only part of the model and needs "
+                "the other processes in every step. Use strategy='ddp', where each process holds the whole model."
             )
 
     def measure_communication(self) -> None:
-        """Measure how long gradient communication takes in this run."""
+        """Start measuring how long gradient communication takes in this run."""
 
     def communication_seconds(self) -> dict[str, float] | None:
-        """Seconds spent communicating gradients so far.
+        """Return how much time has been spent communicating gradients so far, in seconds.
 
         Returns:
             A dict with ``all``, ``exposed`` (the part that did not overlap with backward) and the number of ``steps``;
-            None if not measured.
+            None if this was not measured.
         """
         return None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Run backward on a loss, shape (), scaled for fp16 if needed. ``how`` replaces ``loss.backward()``."""
+        """Scale the loss, shape (), if fp16 needs it, and run backward. ``how`` replaces ``loss.backward()``."""
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()
@@ -188,7 +191,7 @@ class Strategy(Placement, Communication, State):
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        """Finish a complete window's gradients: remove fp16's loss scale and multiply by ``factor``."""
+        """Finish the gradients of a complete window: remove fp16's loss scale and multiply by ``factor``."""
         if self.precision.scaler is not None:
             self.unscale_gradients(optimizer)
         if isinstance(factor, Tensor) or factor != 1.0:
@@ -202,7 +205,7 @@ class Strategy(Placement, Communication, State):
             self.clip_by_norm(parameters, float(value))
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total norm of the gradients over all shards; return the norm before clipping, a scalar tensor."""
+        """Clip the total gradient norm across all shards; return the norm before clipping as a scalar tensor."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -210,14 +213,14 @@ class Strategy(Placement, Communication, State):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Run one step. Returns False if fp16 found an overflow and left the weights unchanged."""
+        """Run one optimizer step. Returns False if the step was skipped because of an fp16 overflow."""
         return self.precision.optimizer_step(optimizer, closure)
 
     def requires_grad_changed(self) -> None:
-        """Called when parameters are frozen or unfrozen during a step."""
+        """Called after parameters are frozen or unfrozen during a step."""
 
 
 class SingleDevice(Strategy):
-    """Trains on one CPU, GPU or Apple device: ``"single_device"``, or ``"cpu"`` for the CPU."""
+    """Trains on one CPU, GPU or Apple device. Its name is ``"single_device"``, or ``"cpu"`` for the CPU."""
 
     names: ClassVar[tuple[str, ...]] = ("single_device", "cpu")

@@ -1,4 +1,4 @@
-"""Make a Strategy from names, options and settings. Errors about strategies, devices and nodes are raised here."""
+"""Create a Strategy from names, options and settings. Errors about strategies, devices and nodes are raised here."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ SEVERAL |= {
 
 @dataclass
 class Added:
-    """A strategy that the program itself registered; see :mod:`.registry`."""
+    """A strategy registered by the program itself; see :mod:`.registry`."""
 
     strategy: Callable[..., Any]
     arguments: dict[str, Any]
     description: str = ""
 
     def load(self) -> Callable[..., Any]:
-        """The function that makes the strategy."""
+        """Return the function that creates the strategy."""
         return partial(self.strategy, **self.arguments) if self.arguments else self.strategy
 
 
@@ -98,14 +98,17 @@ added: dict[str, Added] = {}
 
 
 def registered() -> dict[str, Any]:
-    """Strategies of the program, and of installed packages (entry point group ``paceline.strategies``), by name."""
+    """Return the strategies that the program or an installed package has registered, by name.
+
+    Packages register them in the entry point group ``paceline.strategies``.
+    """
     found: dict[str, Any] = {}
     for point in entry_points(group=ENTRY_POINTS):
         other = found.setdefault(point.name, point)
         if other.value != point.value:
             raise ValueError(
-                f"Two installed packages offer a strategy {point.name!r}: {other.value!r} and {point.value!r}. "
-                "Uninstall one, or pass the Strategy object."
+                f"Two installed packages provide a strategy named {point.name!r}: {other.value!r} and "
+                f"{point.value!r}. Uninstall one of them, or pass the Strategy object."
             )
     return found | added
 
@@ -120,7 +123,7 @@ def choose_strategy(
     options: Options | None = None,
     environment: ClusterEnvironment | None = None,
 ) -> Strategy:
-    """The Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up yet.
+    """Return the Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up.
 
     Args:
         strategy: a name, or a Strategy with its own device and precision.
@@ -129,13 +132,13 @@ def choose_strategy(
         num_nodes: number of machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
-        options: arguments for a strategy that is chosen by name; with "auto", they also determine
-            which strategy is chosen.
-        environment: how a process learns its rank from the launcher; None: detected automatically.
+        options: arguments for a strategy that is chosen by name; with ``"auto"``, they also determine which strategy
+            is chosen.
+        environment: how a process learns its rank from the launcher; detected automatically if None.
 
     Raises:
-        ValueError: an unknown name or a contradiction.
-        RuntimeError: a launcher started several processes, but the strategy is for one.
+        ValueError: a name is unknown, or two arguments contradict each other.
+        RuntimeError: a launcher started several processes, but the strategy runs in a single process.
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise ValueError(f"Trainer: num_nodes={num_nodes!r} is not a valid number of machines. Pass 1 or more.")
@@ -178,13 +181,13 @@ def choose_strategy(
 
 
 def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_nodes: int) -> Cluster | None:
-    """The cluster of this process according to the user's environment."""
+    """Return this process's cluster, as the user's environment describes it."""
     number = environment.world_size() // num_nodes if devices == "auto" else devices
     return environment.cluster(len(find_devices(number, find_kind(accelerator))), num_nodes)
 
 
 def strategy_in(settings: Settings) -> Strategy | str:
-    """The strategy for ``use_fsdp`` and similar settings, not placed yet; ``"auto"`` if there are none."""
+    """Return the strategy for ``use_fsdp`` and similar settings, not placed yet; ``"auto"`` if none of them is set."""
     options, cluster = options_in(settings), find_cluster()
     if cluster is not None:
         options.check_size(cluster.world_size)
@@ -193,20 +196,20 @@ def strategy_in(settings: Settings) -> Strategy | str:
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
-    """The strategy with this name in :data:`SEVERAL`, not placed yet; ``options`` replace its arguments."""
+    """Return the strategy with this name in :data:`SEVERAL`, not placed yet; ``options`` override its arguments."""
     file, kind, arguments = SEVERAL[name]
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
 
 def _name_for(name: str, options: Options) -> str:
-    """The name of the strategy that fits both the given name and the options."""
+    """Return the name of the strategy that fits both the given name and the options."""
     wanted = options.wanted
     if name == "auto":
         return wanted or "auto"
     if name not in SEVERAL:
         options.refuse(repr(name))
     elif wanted is not None and SEVERAL[name][:2] != SEVERAL[wanted][:2]:
-        raise ValueError(f"strategy={name!r} contradicts {options.given}, which asks for {wanted!r}. Leave one out.")
+        raise ValueError(f"strategy={name!r} contradicts {options.given}, which needs {wanted!r}. Leave one out.")
     return name
 
 
@@ -232,14 +235,14 @@ def _by_name(
         return made
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
-            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} runs in one process. "
-            "Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
+            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} runs in a single "
+            "process. Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
         )
     return _checked(made(found[0], precision), made)
 
 
 def _make(strategy: str, precision: Precision, options: Options) -> Any:
-    """An unplaced DistributedStrategy, or a function that makes a strategy from a device and a precision."""
+    """Return an unplaced DistributedStrategy, or a function that creates a strategy from a device and a precision."""
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
@@ -253,13 +256,13 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
         return made
     if strategy == "dp":
         raise ValueError(
-            "Trainer(strategy='dp'): DataParallel copies the model every step and is slower than one process per "
-            "device. Use strategy='ddp'."
+            "Trainer(strategy='dp') is not supported: DataParallel copies the model in every step, which is slower "
+            "than one process per device. Use strategy='ddp'."
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}): Paceline supports the devices that torch itself supports, not XLA "
-            "devices. Choose 'auto' to use the best device of this machine."
+            f"Trainer(strategy={strategy!r}): Paceline only supports the devices that torch itself supports, not XLA "
+            "devices. Choose 'auto' to use the best device on this machine."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
     raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
@@ -269,7 +272,7 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
 
 
 def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.device]:
-    """The devices of this machine's processes, one for each."""
+    """Return the devices for this machine's processes, one per process."""
     if cluster is None:
         return find_devices(1 if devices == "auto" and kind != "cuda" else devices, kind)
     started = cluster.local_world_size
@@ -278,11 +281,11 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
         if len(found) != started and devices != -1:
             raise ValueError(
                 f"Trainer(devices={devices!r}) asks for {len(found)} processes on this machine, but {cluster.name} "
-                f"started {started}. Leave devices out, or start that many."
+                f"started {started}. Leave devices out, or start {len(found)} processes."
             )
         return found
     present = torch.cuda.device_count()
-    return find_devices(1 if present == 1 else started, kind)  # 1: the launcher shows each process only its own GPU
+    return find_devices(1 if present == 1 else started, kind)  # if 1, each process sees only its own GPU
 
 
 def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrategy, name: str = "") -> int:
@@ -295,13 +298,13 @@ def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrateg
     if num_nodes != cluster.num_nodes:
         raise ValueError(
             f"Trainer(num_nodes={num_nodes}) contradicts {cluster.name}, which started processes on "
-            f"{cluster.num_nodes} machines. Leave num_nodes out, or start that many."
+            f"{cluster.num_nodes} machines. Leave num_nodes out, or start processes on {num_nodes} machines."
         )
     return num_nodes
 
 
 def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -> NoReturn:
-    """Raise: only a launcher can start processes on other machines."""
+    """Raise an error, because only a launcher can start processes on other machines."""
     kind, method = type(strategy).__name__, strategy.start_method
     said = f"strategy={name!r}" if name in SEVERAL else f"{kind}(start_method={method!r})"
     instead = (
@@ -317,13 +320,13 @@ def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -
 
 
 def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
-    """Raise if a launcher started several processes: each would train alone and write the same files."""
+    """Raise if a launcher started several processes, because each would train alone and write the same files."""
     if cluster is not None and cluster.world_size > 1:
         raise RuntimeError(
             f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
-            f"Trainer(strategy={strategy}) runs in one process. Use strategy='ddp' or 'auto', or start one process "
-            f"(if RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are left over from an "
-            "earlier launch, unset them)."
+            f"Trainer(strategy={strategy}) runs in a single process. Use strategy='ddp' or 'auto', or start only one "
+            f"process (if RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are left over "
+            "from an earlier launch, unset them)."
         )
 
 
@@ -332,12 +335,12 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
     name, device = type(strategy).__name__, strategy.device
     if accelerator != "auto" and find_kind(accelerator) != device.type:
         raise ValueError(
-            f"Trainer(accelerator={accelerator!r}) contradicts the {name} it was given, which is on {device}. Leave "
+            f"Trainer(accelerator={accelerator!r}) contradicts strategy={name}(...), which is on {device}. Leave "
             "accelerator out."
         )
     if num_nodes not in (1, strategy.num_nodes):
         raise ValueError(
-            f"Trainer(num_nodes={num_nodes}) contradicts the {name} it was given, whose num_nodes is "
+            f"Trainer(num_nodes={num_nodes}) contradicts strategy={name}(...), whose num_nodes is "
             f"{strategy.num_nodes}. Leave num_nodes out."
         )
     if devices == "auto":
@@ -347,8 +350,7 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
     one_of_them = device in found or isinstance(devices, int) or (isinstance(devices, str) and "," not in devices)
     if len(found) != here or not one_of_them:
         raise ValueError(
-            f"Trainer(devices={devices!r}) contradicts the {name} it was given, which is on {device}. "
-            "Leave devices out."
+            f"Trainer(devices={devices!r}) contradicts strategy={name}(...), which is on {device}. Leave devices out."
         )
 
 
@@ -362,8 +364,8 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
     if type(own) is not Precision and chosen is not own and chosen.name != own.name:
         said = "precision" if precision is not None else "plugins"
         raise ValueError(
-            f"Trainer({said}={precision or plugins!r}) contradicts the {type(strategy).__name__} it was given, whose "
-            f"precision is {own.name!r}. Leave {said} out."
+            f"Trainer({said}={precision or plugins!r}) contradicts strategy={type(strategy).__name__}(...), "
+            f"whose precision is {own.name!r}. Leave {said} out."
         )
     if type(own) is Precision or isinstance(precision, Precision) or plugins:
         chosen.use_on(torch.device(kind))

@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Processes passed tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
+    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -29,9 +29,9 @@ class UnlikeTensorsError(ValueError):
 class Communication:
     """The processes of a run: how they start, which one this is, what they exchange, and how they stop together.
 
-    By default there is one process, so collectives return their input. To run several, derive from
-    ``DistributedStrategy``, which overrides everything here. If several of its processes see the same data, override
-    ``data_rank``, ``num_data_ranks`` and ``data_group`` as well.
+    By default there is one process, so collectives return their input. To run several processes, derive from
+    ``DistributedStrategy``, which overrides everything here. If some processes see the same data, also override
+    ``data_rank``, ``num_data_ranks`` and ``data_group``.
     """
 
     #: Returns a description of what the run is doing now; set by the run.
@@ -41,11 +41,14 @@ class Communication:
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
-        """Starts the other processes: ``launcher(function, *args)`` returns rank 0's result. None if there are none."""
+        """The function that starts the other processes; None if there are none to start.
+
+        ``launcher(function, *args)`` returns rank 0's result.
+        """
         return None
 
     def told_at_start(self) -> str:
-        """The startup message about processes; empty for a single process, or if it was printed before."""
+        """Return the startup message about the processes; empty if there is only one, or if it was already printed."""
         return ""
 
     @property
@@ -99,7 +102,7 @@ class Communication:
         return None
 
     def beside(self) -> Self:
-        """A copy with its own process group, for a thread that communicates during the run.
+        """Return a copy with its own process group, for a thread that communicates during the run.
 
         Every process must call this.
         """
@@ -108,36 +111,48 @@ class Communication:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
-        """Reduce a tensor over all processes. Every process gets the result, in the tensor's shape."""
+        """Reduce a tensor across all processes. Every process gets the result, which has the tensor's shape."""
         return tensor
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stack the tensors of all processes in a new first dimension; a single process gets its data unchanged."""
+        """Stack the tensors of all processes along a new first dimension.
+
+        If there is only one process, its data is returned unchanged.
+        """
         return data
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
-        """Gather every process's object, by rank, on every process. Pickled, over the host: for small objects."""
+        """Return the objects of all processes, in rank order, on every process.
+
+        Use this for small objects only: they are pickled and sent over the host.
+        """
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Send process ``src``'s object to every process; returns it."""
+        """Broadcast the object of process ``src`` to all processes and return it."""
         return obj
 
     def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Send process ``src``'s tensor to every process, device to device; all must pass the same shape and dtype."""
+        """Broadcast the tensor of process ``src`` from device to device and return it.
+
+        All processes must pass tensors of the same shape and dtype.
+        """
         return tensor
 
     def scatter_objects(self, objects: Sequence[T] | None) -> T:
-        """This process's entry in process 0's list, which has one entry per process. Sent over the host as a pickle."""
+        """Return this process's entry in process 0's list, which must have one entry per process.
+
+        The entries are pickled and sent over the host.
+        """
         if objects is None:
             raise ValueError("scatter_objects: process 0 must pass a list with one entry per process.")
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait for every process; ``name`` appears in the error if one does not arrive."""
+        """Wait for all processes; ``name`` appears in the error if one of them does not arrive."""
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value of a torchmetrics ``Metric`` over all processes; every process must call this."""
+        """Return the value of a torchmetrics ``Metric`` across all processes; every process must call this."""
         return metric.compute()
 
     def before_evaluation(self, module: nn.Module) -> None:
@@ -146,31 +161,40 @@ class Communication:
     # ---- agreement -------------------------------------------------------------------------------------------------
 
     def agree(self, flag: bool, all: bool = False) -> bool:
-        """Whether any process (with ``all``, every one) passes True. Runs over the host and does not wait for a GPU."""
+        """Return True if any process (or, with ``all``, every process) passes True.
+
+        The processes communicate over the host, so this does not wait for a GPU.
+        """
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Whether all processes pass the same text. ``place`` names the call in the error if a process is missing."""
+        """Return True if all processes pass the same text; ``place`` names the call in the error if one is missing."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """Each process's description, by rank, if they differ; otherwise an empty list, which costs only 16 bytes."""
+        """Return every process's description, by rank, if they differ; otherwise an empty list.
+
+        If they are the same, only 16 bytes are exchanged.
+        """
         return []
 
     def begin_run(self, run: Any) -> None:
-        """Called in every process when a run begins; others can stop it through ``run``, a ``stop_agreement.Run``."""
+        """Called in every process when a run begins.
+
+        Other processes can stop the run through ``run``, a ``stop_agreement.Run``.
+        """
 
     def is_told_to_stop(self) -> bool:
-        """Whether another process has asked this run to stop."""
+        """Return True if another process has asked this run to stop."""
         return False
 
     def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """The boundary at which all processes stop; see :meth:`.stop_agreement.StopVote.decide`."""
+        """Return the step boundary at which all processes stop; see :meth:`.stop_agreement.StopVote.decide`."""
         return Stop(boundary, signum, (self.global_rank,))
 
     def reports(self) -> dict[int, str] | None:
-        """What every process is doing now, by rank; None while another process collects the reports."""
+        """Return what every process is doing now, by rank; None while another process is collecting the reports."""
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:
-        """Called when an error ends the run: stop waiting for other processes, which may not have failed."""
+        """Called when an error ends the run, to stop waiting for other processes, which may not have failed."""

@@ -1,4 +1,4 @@
-"""``Trainer(compile=...)``: torch.compile in place, so that names in checkpoints do not change."""
+"""Compile networks in place for ``Trainer(compile=...)``, so that names in checkpoints do not change."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .. import messages
 from ..torch_private import COMPILED_CALL, compiler_of, inside_compiled, is_compiled, plain_call
 from .recompile_watch import watch_compiling
 
-#: For ``Trainer(compile=)``: the networks that steps call, the whole training step, or that step as a CUDA graph.
+#: What ``Trainer(compile=...)`` compiles: the networks that steps call, the training step, or that step as a CUDA
+#: graph.
 Scope = Literal["networks", "step", "graphs"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def scope_of(settings: Any) -> str | None:
-    """The part to compile, one of :data:`SCOPES`; None for nothing."""
+    """Return the part to compile, one of :data:`SCOPES`; None if nothing is to be compiled."""
     if isinstance(settings, Mapping):
         scope = settings.get("scope", "networks")
         return None if settings.get("disable") and scope in ("step", "graphs") else scope
@@ -27,7 +28,7 @@ def scope_of(settings: Any) -> str | None:
 
 
 def arguments_of(settings: Any) -> dict[str, Any]:
-    """The arguments for ``torch.compile``."""
+    """Return the arguments for ``torch.compile``."""
     given = dict(settings) if isinstance(settings, Mapping) else {}
     if given.pop("scope", "") == "graphs" or settings == "graphs":
         given.setdefault("mode", "reduce-overhead")
@@ -38,7 +39,8 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
     """Compile the networks that a module's steps call: its submodules, and the module itself for ``self(x)``.
 
     The steps stay plain Python, so ``self.log`` and the rest of the trainer stay outside the graph. ``settings`` is
-    True or arguments for ``torch.compile``; with ``regional`` only repeated blocks are compiled, if there are any.
+    True or a mapping of arguments for ``torch.compile``. With ``regional``, only repeated blocks are compiled if the
+    module has any.
     """
     watch_compiling()
     arguments = arguments_of(settings)
@@ -89,14 +91,14 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 
 def uncompiled(module: Any) -> Any:
-    """The module inside ``torch.compile(module)``; any other object is returned unchanged."""
+    """Return the module inside ``torch.compile(module)``; return any other object unchanged."""
     compiler = compiler_of(module)
     if compiler is None:
         return module
     inner = inside_compiled(module)
     setattr(inner, COMPILED_CALL, compiler(plain_call(inner)))
     messages.info_once(
-        "The module is wrapped by torch.compile. Its forward is compiled in place; its steps stay plain Python. "
+        "The module is wrapped by torch.compile. Its forward is compiled in place, and its steps stay plain Python. "
         "Trainer(compile=True) also compiles the networks that the steps call."
     )
     return inner

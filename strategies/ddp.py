@@ -53,19 +53,20 @@ class DDPOptions(ProcessOptions, total=False):
 class DDPStrategy(DistributedStrategy):
     """``"ddp"``: DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
 
-    Gradients are reduced in buckets during the backward pass of a window's last micro-batch; earlier micro-batches
-    do not communicate.
+    Gradients are reduced in buckets during the backward pass of the last micro-batch in an accumulation window; earlier
+    micro-batches do not communicate.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        find_unused_parameters: look in each step for parameters that the loss does not depend on. None: only under
-            manual optimization, where losses rarely depend on all networks.
-        ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
+        find_unused_parameters: look in each step for parameters that the loss does not depend on. If None, do so only
+            under manual optimization, where a loss rarely depends on all networks.
+        ddp_comm_hook: how a bucket is reduced: a function from torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
-        ddp_comm_state: the hook's state; for PowerSGD also a dict of arguments for ``PowerSGDState``, or None.
-        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
-        model_averaging_period: with ``post_localSGD_hook``, the number of steps between two averages of the parameters
-            (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
+        ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``, or ``"fp16"`` or
+            ``"bf16"``.
+        model_averaging_period: with ``post_localSGD_hook``, the number of steps between two averagings of the
+            parameters (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
         **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
             ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """
@@ -125,7 +126,7 @@ class DDPStrategy(DistributedStrategy):
             )
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Wrap the module in DistributedDataParallel, which gives every rank rank 0's weights."""
+        """Wrap the module in DistributedDataParallel, which broadcasts rank 0's weights to all ranks."""
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -169,10 +170,11 @@ class DDPStrategy(DistributedStrategy):
         self._reduced = []
 
     def _release(self, wrapped: Any) -> None:
-        """Take the hooks of a wrapper off the parameters; its forward then communicates nothing.
+        """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
 
-        A forward pass without a backward pass leaves the reducer waiting for gradients. It would reduce those of the
-        next wrapper too, on each rank until its garbage is collected there, and the ranks' collectives would not match.
+        After a forward pass without a backward pass, the old reducer still waits for gradients. On each rank, it would
+        also reduce the next wrapper's gradients until Python collects it as garbage. This happens at different times on
+        the ranks, so their collectives would not match.
         """
         self._communicate(False)
         wrapped.require_forward_param_sync = False
@@ -196,7 +198,7 @@ class DDPStrategy(DistributedStrategy):
                 f"The loss of the previous step did not depend on some parameters, so they got no gradients{listed}. "
                 "If this is intended, use strategy='ddp_find_unused_parameters_true' (in your own loop, "
                 "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), which "
-                "searches the graph in each step. Otherwise use these parameters, or freeze them "
+                "searches the graph in each step. Otherwise, use these parameters in the loss, or freeze them "
                 "(requires_grad_(False))."
             )
         return super().explain(error)
@@ -218,10 +220,10 @@ class DDPStrategy(DistributedStrategy):
             wrapped.module.announced = True
 
     def left_gradients(self) -> bool:
-        """True after a backward pass without a matching forward pass of the wrapper: torch reduces nothing then.
+        """Return True after a backward pass whose loss did not come from a new forward pass of the wrapper.
 
-        The loss came from a method of the model other than forward, from a forward pass that was already used, or from
-        one that ran while communication was off.
+        The loss may come from a model method other than forward, from a forward pass that was already used, or from one
+        that ran while communication was off. Torch then reduces nothing.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:
@@ -253,8 +255,8 @@ class DDPStrategy(DistributedStrategy):
     def keep_gradients_local(self) -> Iterator[None]:
         if self._records:
             raise ValueError(
-                "static_graph=True: the first backward pass must communicate to record the graph, so its gradients "
-                "cannot stay local. Train a step first, or leave static_graph out."
+                "With static_graph=True, the first backward pass must communicate to record the graph, so its "
+                "gradients cannot stay local. Train one step first, or leave static_graph out."
             )
         before, self._local = self._local, True
         self.sync_gradients(self._synchronizes)
@@ -269,7 +271,7 @@ class DDPStrategy(DistributedStrategy):
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and self.device.type != "cuda":
-            # By default torch times one step in a hundred. A GPU keeps that, because reading its timers waits for it.
+            # By default torch times one step in a hundred. On a GPU this is kept, because reading its timers waits.
             time_every_step(self._wrapped)
 
     def communication_seconds(self) -> dict[str, float] | None:
@@ -327,7 +329,7 @@ class _Step(nn.Module):
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
-    """The state and hook to register with torch; the hook and its wrapper may be given by name."""
+    """Return the state and the hook to register with torch; the hook and its wrapper may be given by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

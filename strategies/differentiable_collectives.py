@@ -1,6 +1,6 @@
 """Differentiable collectives for any backend.
 
-Torch's own (torch.distributed.nn.functional) are deprecated, and the suggested replacements are not differentiable.
+Torch's own functions (torch.distributed.nn.functional) are deprecated, and their replacements are not differentiable.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ class _AllGather(Function):
 
 
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
-    """Sum a tensor over the processes of a group (all if None). Gradients are summed the same way."""
+    """Sum a tensor across the processes of a group (all processes if None). Gradients are summed the same way."""
     return _AllReduce.apply(tensor, group)  # type: ignore[return-value]
 
 
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
-    """Stack the tensors of a group's processes: shape (processes, *tensor.shape). Gradients return to each process."""
+    """Stack the tensors of a group's processes, giving shape (processes, *tensor.shape).
+
+    Gradients flow back to the process that each tensor came from.
+    """
     return _AllGather.apply(tensor, group)  # type: ignore[return-value]

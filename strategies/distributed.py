@@ -53,7 +53,7 @@ class ProcessOptions(TypedDict, total=False):
 
 
 def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorator for a constructor with ``**options``: its signature lists the options, and others are rejected.
+    """Decorator for a constructor with ``**options``: lists the options in its signature and rejects any others.
 
     Args:
         bases: the constructors that take the options.
@@ -76,9 +76,9 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
         def checked(self: Any, *args: Any, **options: Any) -> None:
             for name in options:
                 if name in decided:
-                    raise TypeError(f"{owner}({name}=...): the strategy sets this itself. Leave it out.")
+                    raise TypeError(f"{owner}({name}=...): the strategy sets this argument itself. Leave it out.")
                 if name not in names:
-                    raise TypeError(messages.unknown(f"argument of {owner}", name, names))
+                    raise TypeError(messages.unknown(f"{owner} argument", name, names))
             init(self, *args, **options)
 
         vars(checked)["__signature__"] = signature.replace(parameters=shown)
@@ -90,20 +90,21 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
 
 
 class DistributedStrategy(Strategy):
-    """One process per device, joined in a torch.distributed process group. Subclasses distribute the model.
+    """Runs one process per device, joined in a torch.distributed process group. Subclasses distribute the model.
 
-    The group lasts until the process ends, so a ``test`` after a ``fit`` reuses it. Barriers, agreements and Python
-    objects use a separate gloo group, so they never wait for a GPU, and a barrier never mixes with another collective.
+    The group exists until the process ends, so a ``test`` after a ``fit`` reuses it. Barriers, agreements and Python
+    objects use a separate gloo group, so they never wait for a GPU, and a barrier is never matched with another
+    collective.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        process_group_backend: None: gloo for CPU tensors, NCCL for CUDA tensors.
-        init_method: a URL where the processes meet, as for ``init_process_group``; None: the launcher's address.
+        process_group_backend: the process group's backend; if None, gloo for CPU tensors and NCCL for CUDA tensors.
+        init_method: the URL where the processes meet, as for ``init_process_group``; the launcher's address if None.
         timeout: how long a collective waits for the other processes.
         start_method: how the other processes start if there is no launcher: ``"popen"`` runs the command again;
-            ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"``: ``"popen"`` in
-            a script; elsewhere (pytest, notebooks) ``"fork"``, or ``"spawn"`` if this process cannot be forked and a
-            new one can import the code.
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses
+            ``"popen"`` in a script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this
+            process cannot be forked and a new process can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -121,7 +122,7 @@ class DistributedStrategy(Strategy):
     ) -> None:
         self.precision = precision or Precision()
         if start_method not in START_METHODS:
-            raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
+            raise ValueError(messages.unknown(f"{type(self).__name__} start_method", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.init_method = init_method
         self.timeout = timeout
@@ -139,7 +140,7 @@ class DistributedStrategy(Strategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
-        """How this process learns its rank from its launcher."""
+        """The object that reads this process's rank from its launcher."""
         return self._environment or of_cluster(self._cluster)
 
     @cluster_environment.setter
@@ -161,7 +162,7 @@ class DistributedStrategy(Strategy):
         check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Use the rank and device from this process's launcher, or rank 0's if there is no launcher."""
+        """Use the rank and device that the launcher gave this process, or rank 0's if there is no launcher."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -184,9 +185,9 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{len(layers)} batch norms of {type(module).__name__} see only their own process's batch, so results "
-            f"differ from a single process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
-            "them match, at the cost of two small reductions per layer."
+            f"{len(layers)} batch norms in {type(module).__name__} see only their own process's batch, so the "
+            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
+            "Trainer(sync_batchnorm=True) makes them match, at the cost of two small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
@@ -203,13 +204,14 @@ class DistributedStrategy(Strategy):
                 here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
                     f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
-                    "Build the same model on every rank: no layer may depend on the rank or on its share of the data."
+                    "Build the same model on every rank. No layer may depend on the rank or on its share of the data."
                 )
         odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
         if odd:
             messages.info_once(
                 f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
-                "all start from rank 0's. Call seed_everything before you build it to get the same weights every time."
+                "all start from rank 0's weights. Call seed_everything before you build it to get the same weights "
+                "every time."
             )
 
     @property
@@ -225,13 +227,13 @@ class DistributedStrategy(Strategy):
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes: each either reruns the command and gets here again, or calls the function."""
+        """Start the processes. Each of them either reruns the command and gets here again, or calls the function."""
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
-                f"{type(environment).__name__}.creates_processes_externally is False, so each process would start the "
-                f"others, but this is already one of several: its local_rank() is {environment.local_rank()}. Return "
-                "True if a launcher has started all of them."
+                f"{type(environment).__name__}.creates_processes_externally is False, so one process must start the "
+                f"others, but this process is not the first: its local_rank() is {environment.local_rank()}. Return "
+                "True if a launcher starts all processes."
             )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
@@ -255,7 +257,7 @@ class DistributedStrategy(Strategy):
 
     def told_at_start(self) -> str:
         if self.world_size == 1 or (launch.LAUNCHED in os.environ and launch.JOINED not in os.environ):
-            return ""  # `paceline launch` has already printed it
+            return ""  # `paceline launch` has already printed this message
         name = (*self.names, type(self).__name__)[0]
         machines = f" of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         backend = self.backend.rpartition(":")[2]
@@ -308,7 +310,7 @@ class DistributedStrategy(Strategy):
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
-        """Context in which this rank waits at ``place``; if waiting fails, the error says where the other ranks are."""
+        """Context manager for waiting at ``place``; if the wait fails, the error says where the other ranks are."""
         return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -355,7 +357,7 @@ class DistributedStrategy(Strategy):
             )
 
     def _same_shapes(self, data: Any, group: Any) -> None:
-        """Raise on every rank if the ranks' tensors differ: the collective would mix them up or hang."""
+        """Raise on every rank if the ranks' tensors differ, because the collective would mix them up or hang."""
         mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
         found = self.unlike(mine, group)
         if found:
@@ -408,8 +410,8 @@ class DistributedStrategy(Strategy):
             names = self.gather_objects(name)
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
-                f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for a "
-                "call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"The ranks are waiting at different barriers: {listed}. Every rank must make the same calls. Look for "
+                "a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
@@ -465,11 +467,11 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if the backend is NCCL but the devices are not CUDA; ``written``: what the user wrote."""
+    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is the text that the user wrote."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
-            f"{written}: NCCL connects CUDA devices, but this run is on {kind!r}. Leave it out: the default is gloo "
-            "on the CPU and NCCL on GPUs."
+            f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "
+            "default is gloo on the CPU and NCCL on GPUs."
         )
 
 

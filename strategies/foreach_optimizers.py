@@ -1,4 +1,4 @@
-"""Make torch's optimizers step all parameters at once where that is faster and bitwise identical."""
+"""Make torch's optimizers update all parameters at once where that is faster and gives bitwise identical results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 #: Optimizers whose ``foreach`` implementation is bitwise identical on a CPU (a test compares every option).
 SAME_BITS = (SGD, Adam, AdamW, RMSprop)
 SAME_BITS_IN = (torch.float32, torch.float64)
-#: Minimum number of parameters in a group: with fewer, grouping them by kind costs more than it saves.
+#: Minimum number of parameters in a group; with fewer, grouping them by kind costs more than it saves.
 FEWEST = 6
-#: Maximum number of elements in a group: with more, intermediate results do not fit in the cache.
+#: Maximum number of elements in a group; with more, intermediate results do not fit in the cache.
 MOST_ELEMENTS = 2**18
 
 
 def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
-    """Choose ``foreach`` for small groups of parameters on a CPU, where torch would step them one by one.
+    """Choose ``foreach`` for small parameter groups on a CPU, where torch would update parameters one by one.
 
-    This makes AdamW a quarter faster with 12 parameters of 32 x 32. On GPUs torch chooses ``foreach`` itself. The
-    user's own choice of ``foreach`` or ``fused`` stays. ``fused`` is even faster, but rounds differently, and so does
-    ``foreach`` with 16-bit parameters. The choice is not saved in the optimizer's state.
+    This makes AdamW a quarter faster with 12 parameters of 32 x 32. On GPUs, torch chooses ``foreach`` itself. If the
+    user has set ``foreach`` or ``fused``, it is not changed. ``fused`` is even faster, but rounds differently, and so
+    does ``foreach`` with 16-bit parameters. The choice is not saved in the optimizer's state.
     """
     for optimizer in optimizers:
         open_to = all(group.get("foreach", True) is None for group in optimizer.param_groups)
@@ -33,7 +33,7 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _choose(optimizer: Optimizer) -> bool:
-    """Set ``foreach`` in the groups where it is faster; return whether there are any."""
+    """Set ``foreach`` in the groups where it is faster; return True if there are any."""
     found = [group for group in optimizer.param_groups if _is_open(group) and _are_small(group["params"])]
     for group in found:
         group["foreach"] = True
@@ -50,7 +50,7 @@ def _leave_out(_: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _is_open(group: dict[str, Any]) -> bool:
-    """Whether the choice is open; torch rejects ``foreach`` on a CPU if settings are tensors."""
+    """Return True if ``foreach`` can be set; torch rejects it on a CPU if any of the group's settings is a tensor."""
     settings = (value for name, value in group.items() if name != "params")
     numbers = not any(
         isinstance(x, Tensor) for value in settings for x in (value if type(value) is tuple else (value,))

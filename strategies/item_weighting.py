@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ItemWindow:
-    """Weights the losses of a window's micro-batches by their numbers of items.
+    """Weights the loss of each micro-batch in an accumulation window by its number of items.
 
     Each loss is multiplied by its number of items and divided by ``unit``, a power of two. When the window is complete,
-    its gradients are multiplied by the factor from :meth:`finish`, so they become the mean over the items of all ranks.
-    ``items`` counts this rank's items in the window so far. ``said`` tells error messages where the counts come from,
-    such as ``"Net.training_step returned"``.
+    its gradients are multiplied by the factor from :meth:`finish`, which turns them into the mean over the items of all
+    ranks. ``items`` counts this rank's items in the window so far. ``said`` begins error messages and says where the
+    counts come from, such as ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:
@@ -28,16 +28,16 @@ class ItemWindow:
         self.unit: float | None = None
 
     def weigh(self, loss: Tensor, items: Any) -> Tensor:
-        """The weighted loss to run backward on, shape (); ``loss`` is a mean over ``items`` items."""
+        """Return the weighted loss to run backward on, shape (); ``loss`` is a mean over ``items`` items."""
         if self.unit is None:
             self.unit = self._unit_of(items)
         self.items = self.items + items
         return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
-        """The factor that turns the window's summed gradients into the mean over all items of all ranks, shape ().
+        """Return the factor, shape (), that turns the window's summed gradients into the mean over all ranks' items.
 
-        Every rank must call this; the window is empty afterwards.
+        Every rank must call this, and the window is empty afterwards.
         """
         device = self.strategy.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -46,30 +46,39 @@ class ItemWindow:
         return final_factor(total, self.unit)
 
     def state_dict(self) -> dict[str, Any]:
-        """The unit and the unfinished window's number of items, as plain data."""
+        """Return the unit and the number of items in the unfinished window, as plain data."""
         items = self.items.detach().cpu() if isinstance(self.items, Tensor) else self.items
         return {"items": items, "unit": self.unit}
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`; restores only the unit if there is no unfinished window."""
+        """Restore the state from :meth:`state_dict`, or only its unit if there is no unfinished window."""
         self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]
             self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
 
     def _unit_of(self, items: Any) -> float:
-        """A power of two near the first batch's item count: keeps weighted losses in fp16's range without rounding."""
+        """Return a power of two near the first batch's number of items.
+
+        It keeps weighted losses within fp16's range without rounding them.
+        """
         first = float(items)
         if not 0 <= first < math.inf:
-            raise ValueError(f"{self.said} num_items={first}. It must be the number of items averaged, 0 or more.")
+            raise ValueError(
+                f"{self.said} num_items={first}. It must be the number of items that the loss is averaged over, 0 or "
+                "more."
+            )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 
 
 def weighed(loss: Tensor, items: Any, unit: float | None) -> Tensor:
-    """The loss of one micro-batch, shape (), weighted by its ``items``."""
+    """Return the loss of one micro-batch, shape (), weighted by its ``items``."""
     return loss * (items / (unit or 1.0))
 
 
 def final_factor(total: Tensor, unit: float | None) -> Tensor:
-    """The factor for gradients of weighted losses, shape (). ``total``: the window's items, averaged over the ranks."""
+    """Return the factor for the gradients of weighted losses, shape ().
+
+    ``total`` is the number of items in the window, averaged across ranks.
+    """
     return (unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)

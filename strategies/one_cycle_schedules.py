@@ -1,4 +1,4 @@
-"""Learning-rate schedules of fixed length: keep their last values if training continues past their end."""
+"""Make learning-rate schedules of fixed length keep their last values if training continues past their end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR
 from .. import messages
 from ..torch_private import INNER_SCHEDULERS
 
-#: Schedules that may end, or contain one that does: call :func:`advance` instead of their ``step``.
+#: Schedules that may end, or that contain one that may end. Call :func:`advance` instead of their ``step``.
 MAY_END = (OneCycleLR, SequentialLR, ChainedScheduler)
 
 
 def advance(scheduler: Any) -> None:
     """Advance a schedule. A one-cycle schedule that has ended keeps its last values, even inside another schedule.
 
-    Torch would extrapolate the curve in the first step after its end, and raise in the next one.
+    Torch itself would extrapolate the curve in the first step after its end, and raise an error in the next step.
     """
     over = [one for one in _one_cycles(scheduler) if one.last_epoch >= one.total_steps - 1]
     for one in over:
@@ -39,13 +39,13 @@ def _one_cycles(scheduler: Any) -> list[OneCycleLR]:
 
 def _keep_last_values(scheduler: OneCycleLR) -> None:
     last = scheduler.get_last_lr()
-    if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step ran after the schedule had ended
+    if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step has run after the end of the schedule
         rates = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(map(float, last)))
         messages.warn_once(
-            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues: "
-            f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps in "
-            "the whole run, or in this schedule's part of it if it is inside a SequentialLR. If the schedule's state "
-            "was loaded, total_steps is the saved one."
+            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues, "
+            f"so the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps "
+            "in the whole run, or in this schedule's part of it if it is inside a SequentialLR. If the schedule's "
+            "state was loaded, total_steps is the saved value."
         )
     for group, rate in zip(scheduler.optimizer.param_groups, last, strict=False):  # a chain may have changed it
         if isinstance(group["lr"], Tensor):

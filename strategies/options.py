@@ -1,4 +1,4 @@
-"""Arguments for the strategy classes, from plugins, handlers and settings."""
+"""Collect arguments for the strategy classes from plugins, handlers and settings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_s
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments for each strategy class; None if the user gave none.
+    """The user's arguments for each strategy class; None where there are none.
 
     Attributes:
-        fsdp: for FSDPStrategy.
-        deepspeed: for DeepSpeedStrategy.
-        mesh: for ModelParallelStrategy; the product of its sizes is the number of processes.
-        ddp: for DDPStrategy.
-        process_group: for every multi-process strategy.
-        written: what the user wrote for each of these, for error messages.
+        fsdp: arguments for FSDPStrategy.
+        deepspeed: arguments for DeepSpeedStrategy.
+        mesh: arguments for ModelParallelStrategy; the product of the sizes is the number of processes.
+        ddp: arguments for DDPStrategy.
+        process_group: arguments for every multi-process strategy.
+        written: the text that the user wrote for each group of arguments, for error messages.
     """
 
     fsdp: Mapping[str, Any] | None = None
@@ -41,22 +41,22 @@ class Options:
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
             raise ValueError(
                 f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
-                "Leave one out (use_deepspeed, use_fsdp and use_parallelism_config in the settings count too)."
+                "Leave one out (the settings use_deepspeed, use_fsdp and use_parallelism_config count too)."
             )
 
     @property
     def given(self) -> str:
-        """All options as the user wrote them, joined; may be empty."""
+        """All options as the user wrote them, joined into one string; may be empty."""
         return " and ".join(text for name, text in self.written.items() if getattr(self, name) is not None)
 
     @property
     def size(self) -> int:
-        """Number of processes in the mesh; 1 without one."""
+        """Number of processes in the mesh; 1 if there is no mesh."""
         return math.prod((self.mesh or {}).get(argument, 1) for argument in SIZES.values())
 
     @property
     def wanted(self) -> str | None:
-        """The name of the strategy that these options need; None if any will do."""
+        """The name of the strategy that these options need; None if any strategy will do."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"
@@ -65,7 +65,7 @@ class Options:
         return "fsdp" if self.fsdp is not None or mesh.get("data_parallel_shard", 1) > 1 else None
 
     def arguments(self, name: str, kind: str) -> dict[str, Any]:
-        """The arguments for the strategy with this name and class. Options without effect are reported."""
+        """Return the arguments for the strategy with this name and class, and report options that have no effect."""
         if self.ddp is not None and kind != "DDPStrategy":
             messages.info_once(
                 f"{self.written['ddp']} has no effect with strategy {name!r}, which does not use "
@@ -86,7 +86,7 @@ class Options:
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if there are any options: this strategy takes none."""
+        """Raise if there are any options, because this strategy takes none."""
         if self.given:
             raise ValueError(
                 f"{self.given} cannot be combined with strategy {strategy}. Pass these arguments to a Strategy object, "
@@ -94,27 +94,30 @@ class Options:
             )
 
     def check_size(self, num_processes: int) -> None:
-        """Raise if the product of the mesh's sizes is not the number of processes."""
+        """Raise if the product of the mesh's sizes does not equal the number of processes."""
         if self.mesh is not None and self.size != num_processes:
             raise ValueError(
-                f"{self.written['mesh']} asks for {self.size} processes, but the number of processes is "
-                f"{num_processes}. Change a size, or run: paceline launch --num_processes {self.size} ..."
+                f"{self.written['mesh']} needs {self.size} processes, but this run has {num_processes}. Change one of "
+                f"the sizes, or run: paceline launch --num_processes {self.size} ..."
             )
 
 
 def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
-    """The ModelParallelStrategy arguments for mesh sizes by dimension; ``written``: what the user wrote, for errors."""
+    """Convert mesh sizes, keyed by dimension, to ModelParallelStrategy arguments.
+
+    ``written`` is the text that the user wrote, for error messages.
+    """
     if sizes["cp"] > 1 or sizes["sp"] > 1:
         raise NotImplementedError(
-            f"{written} splits sequences, so the model returns only a part of each, but the loss outside the model "
-            "needs full sequences. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step "
+            f"{written} splits sequences, so the model returns only part of each sequence, but the loss outside the "
+            "model needs full sequences. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step "
             "contains both, or leave cp_size and sp_size out."
         )
     return {argument: sizes[dim] for dim, argument in SIZES.items()}
 
 
 def options_in(settings: Settings) -> Options:
-    """The options for ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config`` and their settings."""
+    """Return the options from the settings for FSDP, DeepSpeed and the parallelism config."""
     written = {"fsdp": "use_fsdp", "deepspeed": "use_deepspeed", "mesh": "use_parallelism_config"}
     found: dict[str, Any] = {
         name: kind().filled(settings).options()

@@ -24,9 +24,9 @@ T = TypeVar("T")
 class Placement:
     """Moves modules, optimizers and batches to a device and converts them to a precision's dtypes.
 
-    Everything here runs when a run starts, never in a step. By default the whole module is on one device. A subclass
-    overrides ``setup_module`` to shard it, ``wrap_for_training`` and ``bind_step`` if a training step goes through a
-    wrapper, ``setup_optimizers`` if optimizers must change, and ``init_context`` if layers are created elsewhere.
+    These methods are called when a run starts, never during a step. By default, the whole module is on one device. A
+    subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run training
+    steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to create layers elsewhere.
 
     Args:
         device: where the module and the batches live.
@@ -57,22 +57,22 @@ class Placement:
         return [self.device.index or 0]
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context that creates layers on this strategy's device, in the precision's dtype."""
+        """Context manager that creates layers on this strategy's device, in the precision's dtype."""
         return self.precision.init_context(self.device)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """:meth:`module_init_context`, for tensors."""
+        """Like :meth:`module_init_context`, but for tensors."""
         return self.module_init_context(empty_init)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """:meth:`empty_init_context` if ``empty_init``, else :meth:`init_context`."""
+        """Return :meth:`empty_init_context` if ``empty_init`` is True, else :meth:`init_context`."""
         return self.empty_init_context() if empty_init else self.init_context()
 
     @contextmanager
     def empty_init_context(self) -> Iterator[None]:
-        """Context that creates layers without drawing their initial values, for weights that will be loaded.
+        """Context manager that creates layers without drawing initial values, for weights that will be loaded later.
 
-        By default layers get uninitialized memory. A strategy that shards creates them without memory.
+        By default, layers get uninitialized memory. A strategy that shards the model creates them without memory.
         """
         with self.init_context(), no_initial_values():
             yield
@@ -80,7 +80,7 @@ class Placement:
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, move it to the device, and shard it if the strategy shards.
 
-        Layers without memory get memory and their initial values.
+        Layers without memory are allocated and initialized.
         """
         module = self.precision.convert_module(module)
         self._materialize(module, self.device)
@@ -98,7 +98,7 @@ class Placement:
         """If ``synchronize``, make batch norms use the batches of all processes. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Wrap a module after setup, if this strategy runs training steps through a wrapper."""
+        """Wrap a module that is set up, if this strategy runs training steps through a wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -107,12 +107,12 @@ class Placement:
         Args:
             step: ``module.training_step``, ``validation_step``, ...
             wrapped: in a fit, the result of :meth:`wrap_for_training`.
-            training: whether it is the training step.
+            training: whether this is the training step.
         """
         return self.precision.bind_forward(step)
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Prepare the user's optimizers and return the ones to use; existing state moves to the device."""
+        """Prepare the user's optimizers and return the ones to use; any existing state is moved to the device."""
         self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
             move_optimizer_state(optimizer, self.device)
@@ -120,7 +120,10 @@ class Placement:
         return optimizers
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
-        """The function that moves a batch to the device and the precision's input dtype; None if nothing must move."""
+        """Return the function that moves a batch to the device and converts it to the precision's input dtype.
+
+        Returns None if nothing needs to be moved or converted.
+        """
         return mover(self.device, self.precision.input_dtype)
 
 

@@ -1,4 +1,4 @@
-"""Measure the cost of torch.compile: how long it takes, and why it recompiles a function."""
+"""Measure what torch.compile costs: how long it takes, and why it recompiles functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..torch_private import on_compiling, recompilations
 
 #: Number of recompilations of a function after which a warning gives the reason.
 MANY = 4
-#: Compilations that take less time than this are not reported, in seconds.
+#: Compilations that take fewer seconds than this are not reported.
 WORTH_SECONDS = 0.5
 _FUNCTION = re.compile(r"Recompiling function (\S+)")
 _SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
-#: A guard of the latest compilation that no longer holds, with the line that reads the value.
+#: A guard from the latest compilation that no longer holds, with the line that reads the value.
 _GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 
 
 class CompileWatch(logging.Handler):
-    """Counts what torch.compile does in this process.
+    """Counts and times the compilations of torch.compile in this process.
 
     ``recompilations`` and ``reasons`` are keyed by torch's name for the function; ``seconds`` is the total compile
     time.
@@ -38,11 +38,11 @@ class CompileWatch(logging.Handler):
         self._begun = 0.0
 
     def begin(self, *_: Any) -> None:
-        """A compilation begins."""
+        """Called when a compilation begins."""
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """A compilation ends. Reports the first long one, so that the user does not mistake it for a slow step."""
+        """Called when a compilation ends. Reports the first long one, so that it is not mistaken for a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
@@ -54,7 +54,7 @@ class CompileWatch(logging.Handler):
             )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Handle a record in which torch logs that it recompiles a function, and why."""
+        """Handle a log record in which torch reports that it is recompiling a function, and why."""
         text = record.getMessage()
         found = _FUNCTION.search(text)
         if found is None:
@@ -64,21 +64,22 @@ class CompileWatch(logging.Handler):
         reason = self.last_reason = self.reasons[name] = reason_in(text)
         if self.recompilations[name] >= MANY:
             messages.warn_once(
-                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each takes as long as the "
-                f"first, and torch gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
+                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each compilation takes as "
+                f"long as the first, and torch gives up after a few more. The last reason was: {reason}. "
+                f"{advice_for(reason)}",
                 key=f"recompiles {name}",
             )
 
 
 def reason_in(text: str) -> str:
-    """The reason in torch's explanation: a size that changed, or otherwise the first condition that failed."""
+    """Return the reason from torch's explanation: a size that changed, or else the first condition that failed."""
     size, guard = _SIZE.search(text), _GUARD.search(text)
     said = size.group(0) if size else guard.group(1) if guard else text.splitlines()[-1].strip(" -")
     return " ".join(said.replace("self.forward.__self__", "self").split())
 
 
 def advice_for(reason: str) -> str:
-    """Advice for avoiding recompilation for this reason."""
+    """Return advice on how to avoid recompilation for this reason."""
     if _SIZE.search(reason):
         return "Use fewer batch shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
     return (
@@ -90,7 +91,7 @@ _watch = CompileWatch()
 
 
 def watch_compiling() -> CompileWatch:
-    """Watch torch.compile from now on. This costs nothing while nothing is compiled."""
+    """Start watching torch.compile. This costs nothing unless something is compiled."""
     on_compiling(_watch.begin, _watch.end)
     reasons = recompilations()
     if _watch not in reasons.handlers:

@@ -1,4 +1,4 @@
-"""The strategies by name; a program can register its own."""
+"""The registry of strategies by name, to which a program can add its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Registry(Mapping[str, dict[str, Any]]):
     """The names that ``Trainer(strategy=...)`` and ``Accelerator(strategy=...)`` accept, with a description of each."""
 
     def available_strategies(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted({*SingleDevice.names, *SEVERAL, *registered()})
 
     def register(
@@ -28,14 +28,14 @@ class Registry(Mapping[str, dict[str, Any]]):
         """Register a strategy under a name.
 
         Args:
-            name: the new name.
-            strategy: a Strategy class; None returns a decorator for one.
+            name: the name to register.
+            strategy: a Strategy class; if None, return a decorator for such a class.
             description: what the strategy does.
-            override: replace a strategy that was registered under this name.
+            override: replace a strategy that was registered under the same name.
             **init_params: arguments for the class.
 
         Raises:
-            ValueError: a strategy with this name exists.
+            ValueError: a strategy with this name already exists.
         """
         if name in self and not (override and name in added):
             raise ValueError(

@@ -15,7 +15,7 @@ from ..torch_private import multiply_each_, norm_of_each
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """The state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
+    """Return the state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
 
     References to the same tensor stay references to one tensor. If ``keep`` is False, sharded tensors are returned on
     the meta device, without memory.
@@ -34,7 +34,7 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def detached(state: Any) -> Any:
-    """The state with detached tensors; references to the same tensor stay references to one tensor."""
+    """Return the state with detached tensors; references to the same tensor stay references to one tensor."""
     known: dict[int, Tensor] = {}
     return _mapped(state, lambda v: known.setdefault(id(v), v.detach()) if isinstance(v, Tensor) else v)
 
@@ -49,7 +49,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def from_part(part: Tensor, like: DTensor) -> DTensor:
-    """A DTensor laid out like ``like``, with ``part`` as this process's shard."""
+    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard."""
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -57,8 +57,8 @@ def from_part(part: Tensor, like: DTensor) -> DTensor:
 def cut(full: Tensor, like: DTensor) -> DTensor:
     """Shard a tensor with the layout of ``like``.
 
-    Every process must pass either the full tensor, in which case nothing is sent, or a DTensor. A DTensor in another
-    layout is gathered first, so every process must call this.
+    Every process must call this, with either the full tensor, in which case nothing is sent, or a DTensor. A DTensor
+    with a different layout is gathered first.
     """
     if isinstance(full, DTensor):
         if full.device_mesh == like.device_mesh and full.placements == like.placements:
@@ -70,13 +70,16 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor like ``own``. Other values stay unchanged, so that ``load_state_dict`` reports them."""
+    """Shard a full tensor with the layout of ``own`` if the two have the same shape.
+
+    Other values are returned unchanged, so that ``load_state_dict`` reports them.
+    """
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
     return cut(value, own) if fits else value
 
 
 def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    """Shard or replicate an optimizer state tensor to match its sharded parameter; other values stay unchanged."""
+    """Shard or replicate an optimizer state tensor to match its sharded parameter; return other values unchanged."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
@@ -88,14 +91,14 @@ def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device with the same shape and layout."""
+    """Return a tensor on the meta device with the same shape and layout."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="meta")
     return from_part(torch.empty_like(tensor.to_local(), device="meta"), tensor)
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Redistribute each gradient to its parameter's layout: some layers leave a pending sum over processes."""
+    """Convert each gradient to its parameter's layout, because some layers leave a pending sum across processes."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -103,14 +106,14 @@ def settle(parameters: Iterable[Tensor]) -> None:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This process's shard of each tensor."""
+    """Return this process's shard of each tensor."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm over all tensors and processes: float32 or wider, shape (), the same on every process.
+    """Return the norm over all tensors and processes: shape (), float32 or wider, the same on every process.
 
-    It runs one reduction per layout. Every process must call this with the same tensors.
+    This runs one reduction per layout. Every process must call this with the same tensors.
     """
     layouts: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -134,7 +137,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _power_sum(parts: list[Tensor], norm_type: float) -> Tensor:
-    """The sum of ``|x| ** norm_type`` over all elements (for the infinity norm, the largest magnitude), shape ()."""
+    """Return the sum of ``|x| ** norm_type`` over all elements, shape (); for the infinity norm, the maximum."""
     filled = [part for part in parts if part.numel()]
     dtype = torch.float64 if (filled or parts)[0].dtype is torch.float64 else torch.float32
     if not filled:
@@ -144,14 +147,14 @@ def _power_sum(parts: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_by_norm(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients so that their norm over all processes is at most ``max_norm``; return the original norm."""
+    """Scale gradients so that their norm across all processes is at most ``max_norm``; return the original norm."""
     total = total_norm(grads, norm_type)
     multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
 def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors in place by a number or by a scalar tensor that every process has."""
+    """Multiply tensors in place by a number, or by a scalar tensor that is the same on every process."""
     devices: dict[torch.device, list[Tensor]] = {}
     for part in local_parts(tensors):
         devices.setdefault(part.device, []).append(part)

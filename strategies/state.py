@@ -33,15 +33,24 @@ class State:
 
     @contextmanager
     def states_in_parts(self) -> Iterator[bool]:
-        """Context in which states may contain DTensors, so each process writes its shards; yields whether they may."""
+        """Context manager in which states may contain DTensors, so that each process writes its own shards.
+
+        Yields True if they may, False if the strategy only has full states.
+        """
         yield False
 
     def room_for(self, empty: Tensor) -> Tensor:
-        """Memory for this process's shard of a checkpoint tensor; ``empty`` is that tensor on the meta device."""
+        """Allocate memory for this process's shard of a checkpoint tensor.
+
+        ``empty`` is the checkpoint tensor on the meta device.
+        """
         return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The full ``state_dict`` of the unwrapped module, possibly only on rank 0. All processes must call this."""
+        """Return the full ``state_dict`` of the unwrapped module, possibly only on rank 0.
+
+        Every process must call this.
+        """
         return module.state_dict()
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -50,7 +59,7 @@ class State:
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state dict of the optimizer."""
+        """Return the optimizer's full state dict."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -59,12 +68,15 @@ class State:
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """This process's gradients of an unfinished window, by parameter name, on the CPU; None if not supported."""
+        """Return this process's gradients of an unfinished accumulation window on the CPU, by parameter name.
+
+        Returns None if the strategy does not support this.
+        """
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return {name: grad.detach().cpu() for name, grad in grads.items()}
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`window_gradients`. Every process must call this."""
+        """Restore gradients from :meth:`window_gradients`. Every process must call this."""
         for name, parameter in module.named_parameters():
             if name in state:
                 parameter.grad = state[name].to(parameter.device)

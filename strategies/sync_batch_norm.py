@@ -1,4 +1,4 @@
-"""Batch norm over the batches of all processes."""
+"""Batch norm with statistics over the batches of all processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class TorchSyncBatchNorm:
-    """A plugin with the effect of ``Trainer(sync_batchnorm=True)``: batch norms use the batches of all processes."""
+    """A plugin with the same effect as ``Trainer(sync_batchnorm=True)``."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with synchronized batch norms."""
@@ -25,7 +25,7 @@ class TorchSyncBatchNorm:
 
 
 def trained(module: nn.Module) -> list[nn.Module]:
-    """The batch norms in a module that use each batch's statistics."""
+    """Return the batch norms in a module that normalize with the statistics of each batch."""
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.training]
 
 

@@ -166,10 +166,13 @@ def _in_child(
         answer = _dump(status)
     except Exception:
         answer = _dump((None, RuntimeError("the answer cannot be pickled"), status[2] or repr(status[0])))
-    with os.fdopen(writer, "wb") as stream:
-        stream.write(answer)
-    if status[1] is None:
-        process_group.leave()
+    try:
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(answer)
+        if status[1] is None:
+            process_group.leave()
+    except BaseException:
+        traceback.print_exc()  # raised further, it would make this process a second pytest
     os._exit(0)
 
 

@@ -13,14 +13,20 @@ pytestmark = pytest.mark.cold
 #: None of these may come in with the public names, unless torch itself brings it.
 HEAVY = [
     "accelerate",
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
     "jsonargparse",
     "matplotlib",
+    "mlflow",
     "onnx",
     "onnxscript",
     "pandas",
     "rich",
     "safetensors",
     "sklearn",
+    "swanlab",
     "tensorboard",
     "torch._dynamo",
     "torch._inductor",
@@ -30,6 +36,7 @@ HEAVY = [
     "torch.utils.tensorboard",
     "torchmetrics",
     "tqdm",
+    "trackio",
     "transformers",
     "wandb",
     "yaml",
@@ -70,6 +77,7 @@ def test_a10_k4_the_package_alone_imports_not_even_torch() -> None:
         "from paceline import *",
         "from paceline import DataModule, CombinedLoader, seed_everything, Callback",
         "import paceline.callbacks, paceline.loggers, paceline.strategies",
+        "import paceline.accelerator.trackers",
     ],
 )
 def test_the_public_names_bring_nothing_heavy_beyond_torch(statement: str) -> None:

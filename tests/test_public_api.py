@@ -133,14 +133,18 @@ def test_what_the_lock_pins_is_what_pyproject_asks_for() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    lines = (ROOT / "requirements-dev.lock").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    project = PYPROJECT["project"]
+    def pinned(path: Path) -> dict[str, str]:
+        lines = [line.split("==") for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        return {canonicalize_name(name): version for name, version in lines}
+
+    project, pins = PYPROJECT["project"], pinned(ROOT / "requirements-dev.lock")
+    beside = {path.stem: pinned(path) for path in (ROOT / "clients" / "loggers" / "locks").glob("*.txt")}
     extras = {name: wants for name, wants in project["optional-dependencies"].items() if name != "benchmarks"}
-    for line in [*project["dependencies"], *(line for wants in extras.values() for line in wants)]:
-        asked = Requirement(line)
-        if asked.name != "paceline":
-            assert asked.specifier.contains(pins[canonicalize_name(asked.name)]), line
+    for extra, wants in {"": project["dependencies"], **extras}.items():
+        for asked in map(Requirement, wants):
+            if asked.name != "paceline":
+                version = beside.get(extra, pins)[canonicalize_name(asked.name)]
+                assert asked.specifier.contains(version), (extra, asked)
 
 
 @pytest.fixture(scope="module")

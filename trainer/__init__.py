@@ -1,1 +1,1 @@
-"""What runs a training: the Trainer, the module a user writes, the loops, the data and the checkpoints."""
+"""Everything that runs training: the Trainer, the module that users write, the loops, the data and the checkpoints."""

@@ -1,4 +1,4 @@
-"""Check the arguments of ``Trainer(...)`` and its entry points, one by one and for contradictions."""
+"""Check the arguments of ``Trainer(...)`` and its entry points, each by itself and in combination."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .states import TrainerFn
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
-#: The classes of the profilers that have a name.
+#: Class names of the profilers that can be chosen by name.
 PROFILERS = {
     "simple": "SimpleProfiler",
     "advanced": "AdvancedProfiler",
@@ -52,7 +52,7 @@ MOVED = {
 
 
 def check_limit(name: str, value: Any) -> int | float:
-    """Return a number of batches (int) or a fraction of them (float from 0 to 1); None means all."""
+    """Check a batch limit and return it: an int (batches) or a float from 0 to 1 (fraction); None means all."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
@@ -68,7 +68,10 @@ def check_limit(name: str, value: Any) -> int | float:
 def check_count(
     name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False, hint: str = ""
 ) -> Any:
-    """Return a whole number of at least ``least``; None and -1 (no limit) pass only where they are allowed."""
+    """Check that the value is an integer of at least ``least`` and return it.
+
+    None is accepted only if ``none`` is set, and -1 (no limit) only if ``unlimited`` is set.
+    """
     if value is None and none:
         return None
     allowed = (
@@ -82,35 +85,35 @@ def check_count(
 
 
 def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
-    """Return the limit: -1 if only another limit is given, None if there is none."""
+    """Return the epoch limit: -1 if only ``max_steps`` or ``max_time`` is set, None if no limit is set."""
     if value is None and (max_steps != -1 or max_time is not None):
         return -1
     return check_count("max_epochs", value, none=True, unlimited=True)
 
 
 def check_accumulation(value: Any) -> int:
-    """Return the micro-batches per update."""
+    """Check and return the number of micro-batches per optimizer step."""
     hint = " To change it during training, use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
 
 def check_fast_dev_run(value: Any) -> int | bool:
-    """Return the number of batches of each kind; True means one."""
+    """Check and return the number of batches to run in each stage; True means one."""
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
-        raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
+        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of batches.")
     return bool(value) if value in (0, 1) else int(value)
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Return ``val_check_interval`` as (batches or fraction, seconds or None)."""
+    """Check ``val_check_interval`` and return it as (batches or fraction, seconds or None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
         seconds = to_timedelta(value, "Trainer(val_check_interval=)").total_seconds()
         if seconds == 0:
-            raise ValueError(f"Trainer: val_check_interval={value!r} is zero. Pass a longer duration.")
+            raise ValueError(f"Trainer: val_check_interval={value!r} is zero. Pass a positive duration.")
         return 1.0, seconds
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
         raise TypeError(
@@ -123,30 +126,28 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
         raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass 1 or more batches.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
-            f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): there is no epoch to take a fraction "
-            "of. Pass val_check_interval as a number of batches (int) or a duration."
+            f"Trainer: val_check_interval={value} is a fraction of an epoch, but check_val_every_n_epoch=None counts "
+            "batches across epochs. Pass val_check_interval as a number of batches (int) or a duration."
         )
     return value if isinstance(value, float) else int(value), None
 
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
-    """Check that ``gradient_clip_val`` is a positive number or None, and the algorithm "norm", "value" or None."""
+    """Check that ``gradient_clip_val`` is a positive number or None, and the algorithm is "norm", "value" or None."""
     wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not float(value) > 0
     if value is not None and wrong:
-        raise ValueError(
-            f"Trainer: gradient_clip_val={value!r} is not a positive number. Pass one, or None for no clipping."
-        )
+        raise ValueError(f"Trainer: gradient_clip_val={value!r} must be a positive number, or None for no clipping.")
     if algorithm not in (None, "norm", "value"):
         raise ValueError(messages.unknown("gradient_clip_algorithm", algorithm, ("norm", "value")))
     if value is None and algorithm is not None:
         raise ValueError(
-            f"Trainer(gradient_clip_algorithm={algorithm!r}) without gradient_clip_val clips nothing. Pass "
+            f"Trainer: gradient_clip_algorithm={algorithm!r} has no effect without gradient_clip_val. Pass "
             "gradient_clip_val too."
         )
 
 
 def check_profiler(value: Any) -> Profiler:
-    """Return the named or given profiler; for None, one that does nothing."""
+    """Return the profiler, created from its name if needed; None gives a profiler that does nothing."""
     if value is None:
         return PassThroughProfiler()
     if isinstance(value, Profiler):
@@ -200,25 +201,31 @@ def check_compile(value: Any) -> Any:
 
 
 def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
-    """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
+    """Raise for ``torch.compile`` arguments that do not work when the whole step is compiled."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
-            f"Trainer(compile={value!r}): a step compiled as a whole must be one graph. Leave out fullgraph, or set "
-            "'scope' to 'networks'."
+            f"Trainer(compile={value!r}): the whole step must compile to one graph, so fullgraph cannot be False. "
+            "Leave out fullgraph, or set 'scope' to 'networks'."
         )
     if scope == "step" and value.get("mode") == "reduce-overhead":
-        raise ValueError(f"Trainer(compile={value!r}): mode='reduce-overhead' makes CUDA graphs. Use compile='graphs'.")
+        raise ValueError(
+            f"Trainer(compile={value!r}): mode='reduce-overhead' uses CUDA graphs. To run the whole step as a CUDA "
+            "graph, use compile='graphs'."
+        )
     graphs = {"mode": ("reduce-overhead", "max-autotune"), "backend": ("inductor",), "options": (None,)}
     for name, allowed in graphs.items() if scope == "graphs" else ():
         if value.get(name, allowed[0]) not in allowed:
-            fix = f"Pass {' or '.join(map(repr, allowed))}, or leave it out" if allowed[0] else "Leave it out"
-            raise ValueError(f"Trainer(compile={value!r}): {name}={value[name]!r} makes no CUDA graph. {fix}.")
+            fix = f"Pass {' or '.join(map(repr, allowed))}, or leave out {name}" if allowed[0] else f"Leave out {name}"
+            raise ValueError(
+                f"Trainer(compile={value!r}): {name}={value[name]!r} does not create CUDA graphs, which the scope "
+                f"'graphs' needs. {fix}."
+            )
 
 
 def check_switch(name: str, value: T, none: bool = False) -> T:
     """Check that the value is a bool and return it.
 
-    With ``none``, None is allowed too, for arguments whose default depends on something else.
+    If ``none`` is set, None is allowed too, for arguments whose default depends on something else.
     """
     if isinstance(value, bool) or (value is None and none):
         return value
@@ -230,13 +237,13 @@ def check_switch(name: str, value: T, none: bool = False) -> T:
 
 
 def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
-    """Check that ``deterministic`` is a bool, "warn" or None, and not combined with benchmarking."""
+    """Check that ``deterministic`` is a bool, "warn" or None, and is not combined with ``benchmark=True``."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
     if deterministic and benchmark:
         raise ValueError(
-            f"Trainer: deterministic={deterministic!r} and benchmark=True contradict each other: benchmarking "
-            "picks kernels by how fast they are in this run. Leave one out."
+            f"Trainer: deterministic={deterministic!r} and benchmark=True contradict each other: benchmarking picks "
+            "the kernels that are fastest in this run, which may differ in the next run. Leave out one of them."
         )
     return deterministic
 
@@ -246,13 +253,13 @@ def check_overfitting(overfit_batches: Any, **others: Any) -> None:
     for name, value in others.items() if overfit_batches else ():
         if value:
             raise ValueError(
-                f"Trainer: overfit_batches={overfit_batches!r} and {name}={value!r} contradict each other: both set "
-                "the number of batches. Leave one out."
+                f"Trainer: overfit_batches={overfit_batches!r} and {name}={value!r} contradict each other, because "
+                "both set the number of batches. Leave out one of them."
             )
 
 
 def check_range(unit: str, least: int | None, most: int | None) -> None:
-    """Raise if the minimum number of epochs or steps is above the maximum."""
+    """Raise if the minimum number of epochs or steps exceeds the maximum."""
     if least is not None and most not in (None, -1) and least > most:
         raise ValueError(
             f"Trainer: min_{unit}={least} and max_{unit}={most} contradict each other. Raise max_{unit} or lower "
@@ -261,12 +268,12 @@ def check_range(unit: str, least: int | None, most: int | None) -> None:
 
 
 def check_barebones(**given: Any) -> None:
-    """Raise if ``barebones=True`` is combined with something that it switches off."""
+    """Raise if ``barebones=True`` is combined with a feature that it switches off."""
     for name, value in given.items():
         if value:
             raise ValueError(
-                f"Trainer: barebones=True and {name}={value!r} contradict each other: barebones switches {name} off "
-                "to measure the bare loop. Leave out one of them."
+                f"Trainer: barebones=True and {name}={value!r} contradict each other, because barebones switches "
+                f"{name} off to measure the bare loop. Leave out one of them."
             )
 
 
@@ -275,11 +282,11 @@ def check_barebones(**given: Any) -> None:
 
 @dataclass
 class Request:
-    """What an entry point was asked to do.
+    """The arguments of one call to an entry point.
 
     Attributes:
-        again: the run restarts from one of its own checkpoints, and its loggers continue.
-        trial: the request comes from a :class:`~..tuner.tuner.Tuner`, and loads no checkpoint.
+        again: whether the run restarts from one of its own checkpoints, so that its loggers continue.
+        trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -296,7 +303,7 @@ class Request:
 
 
 def check_request(running: str | None, request: Request) -> None:
-    """Check a call of an entry point. ``running`` is the entry point that is running now, or None."""
+    """Check a call to an entry point. ``running`` is the entry point that is running now, or None."""
     name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The user's steps and transfer hooks as callables with one signature, bound when a run starts."""
+"""Bind the user's steps and transfer hooks to callables with a fixed signature, when a run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Whether a step has the form ``training_step(dataloader_iter)``."""
+    """Return True if a step has the form ``training_step(dataloader_iter)``."""
     return next(iter(inspect.signature(step).parameters), "") == "dataloader_iter"
 
 
@@ -37,12 +37,12 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     bound = run.strategy.bind_step(called, run.model, training=name == "training_step")
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
-        return bound  # it is traced, not called
+        return bound  # the step is traced, not called
     return by_strategy(run, name, bound)
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the training step in everything that checks its loss before the backward pass."""
+    """Wrap the training step in the checks that its loss goes through before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
@@ -57,7 +57,7 @@ def check_step(module: TrainingModule, name: str) -> None:
     """Raise if a step's signature fits neither one loader nor several."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
-        raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
+        raise TypeError(f"{owner}.{name} is {step!r}, which is not callable. Define {name}(self, batch, batch_idx).")
     if inspect.iscoroutinefunction(step):
         raise TypeError(
             f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with a plain def."
@@ -90,13 +90,14 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
         raise RuntimeError(of_one_loader(f"{owner}.{name}", f"def {name}(self, batch, batch_idx)"))
     if keywords or _required(step) > passed or (takes == 0 and not open_ended):
         raise TypeError(
-            f"{shown}; it is called with (batch, batch_idx{more}). Write it as {name}(self, batch, batch_idx{more})."
+            f"{shown}, but it is called with (batch, batch_idx{more}). Define it as {name}(self, batch, "
+            f"batch_idx{more})."
         )
     if open_ended:
         return step
     if several_loaders and takes < 3 and not (takes == 2 and positional[1].name == "dataloader_idx"):
         raise RuntimeError(
-            f"{shown}, but there are several loaders. Write it as {name}(self, batch, batch_idx, dataloader_idx)."
+            f"{shown}, but there are several loaders. Define it as {name}(self, batch, batch_idx, dataloader_idx)."
         )
     if takes == 2 and positional[1].name == "dataloader_idx":
         return lambda batch, batch_idx, dataloader_idx=0: step(batch, dataloader_idx)
@@ -104,7 +105,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """Bind what a batch goes through between the loader and the step; None if there is nothing to do."""
+    """Bind the transfer hooks and the move to the device; return None if a batch needs neither."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = None if run.datamodule is None else replaced(run.datamodule, name, DataModule)

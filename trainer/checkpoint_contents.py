@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Left(NamedTuple):
-    """What a run in other processes left for checkpoints that this process writes.
+    """The data from a run in other processes that this process needs to write the run's checkpoints.
 
     Attributes:
-        ranks: what each rank keeps (see :mod:`.resume`).
-        batch_samples: samples in a full batch of all ranks.
-        data_ranks: number of shards that the data were split into.
-        lacks: why the optimizers could not be brought here, or an empty string.
+        ranks: each rank's own state (see :mod:`.resume`).
+        batch_samples: samples in a full batch across all ranks.
+        data_ranks: number of shards that the dataset was split into.
+        lacks: why the optimizers could not be transferred to this process, or an empty string.
     """
 
     ranks: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Left(NamedTuple):
 
 
 def left_for_checkpoints(run: Run) -> Left:
-    """Return what another process needs to write this run's checkpoints; every rank must call this."""
+    """Return the data that another process needs to write this run's checkpoints; every rank must call this."""
     return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
@@ -45,15 +45,15 @@ def left_for_checkpoints(run: Run) -> Left:
 def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
     """Collect everything needed to resume the run; every rank must call this.
 
-    With ``weights_only``, only weights, hyperparameters and counters. The ``on_save_checkpoint`` hooks run either way,
-    so that averaged weights, for example, are saved.
+    With ``weights_only``, collect only weights, hyperparameters and counters. The ``on_save_checkpoint`` hooks run
+    either way, so that averaged weights, for example, are saved.
     """
     module = run.module
     left, holder = run.left, run.holder
     if not weights_only and left is not None and left.lacks:
         raise RuntimeError(
-            f"The optimizers and schedulers cannot be pickled ({left.lacks}), so they stayed in the processes that "
-            "trained, and no checkpoint to resume from can be saved here. Save during the run with a "
+            f"The optimizers and schedulers cannot be pickled ({left.lacks}), so they stayed in the training "
+            "processes, and this process cannot save a checkpoint to resume from. Save during the run with a "
             "ModelCheckpoint, or save only the weights: save_checkpoint(path, weights_only=True)."
         )
     ranks = [] if weights_only else gather_ranks(run) if left is None else left.ranks
@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Samples in a full batch across all ranks; taken from the checkpoint while a resumed fit has no loader yet."""
+    """Return the number of samples in a full batch of all ranks; in a resumed fit without a loader, the saved one."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
@@ -143,8 +143,8 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
     listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
     again = ", ".join(f"{name}=..." for name in left_out)
     messages.warn_once(
-        f"Hyperparameters of {owner} that can neither be stored nor pickled are left out of its checkpoints: "
-        f"{listed}. Exclude them with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
+        f"Some hyperparameters of {owner} cannot be stored or pickled, so its checkpoints leave them out: {listed}. "
+        f"Exclude them with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
         f"{owner}.load_from_checkpoint(path, {again})."
     )
 
@@ -153,10 +153,10 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
 
 
 def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
-    """Restore the module's weights and the states of DataModule and callbacks; hooks may change ``checkpoint``.
+    """Restore the module's weights and the states of the DataModule and callbacks; hooks may change ``checkpoint``.
 
     Raises:
-        RuntimeError: the weights do not fit the module.
+        RuntimeError: the weights do not match the module.
     """
     module = run.module
     call(module, "on_load_checkpoint", checkpoint)
@@ -180,17 +180,17 @@ def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             callback.load_state_dict(state)
     if states:
         messages.warn(
-            f"The checkpoint holds the state of callbacks that this Trainer does not have: "
-            f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these "
-            "callbacks to Trainer(callbacks=[...]) with the same arguments as before."
+            "The checkpoint contains the state of callbacks that this Trainer does not have: "
+            f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these callbacks to "
+            "Trainer(callbacks=[...]) with the same arguments as before."
         )
 
 
 def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
-    """Restore optimizers, schedulers, loss scale and counters, in a run whose optimizers exist.
+    """Restore optimizers, schedulers, loss scale and counters; the run's optimizers must already exist.
 
     Returns:
-        The rest, which the loop restores at the resume position.
+        The remaining state, which the loop restores at the resume position.
 
     Raises:
         ValueError: the checkpoint holds only weights, or its optimizers or schedulers differ from this run's.
@@ -198,15 +198,16 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     section = checkpoint.get("paceline", {})
     if parts != ("model",) and "optimizer_states" not in checkpoint:
         raise ValueError(
-            "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
-            f"fit cannot continue from it. Use its weights in a new fit: {type(run.module).__name__}."
-            "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
+            "The checkpoint contains only weights (it was saved with weights_only=True or save_weights_only=True), so "
+            "fit cannot resume from it. To use its weights in a new fit, call "
+            f"{type(run.module).__name__}.load_from_checkpoint(path) and then trainer.fit without ckpt_path, or call "
+            "trainer.fit(..., restore=['model'])."
         )
     if parts != ("model",) and "accelerator" in section:
         raise ValueError(
-            "The checkpoint was written by Accelerator.save_state: it belongs to your own training loop, which fit "
-            "cannot resume. Resume it with Accelerator.load_state, or use its weights in a new fit: "
-            "trainer.fit(..., restore=['model'])."
+            "The checkpoint was written by Accelerator.save_state in a custom training loop, which fit cannot resume. "
+            "Resume it with Accelerator.load_state, or use its weights in a new fit: trainer.fit(..., "
+            "restore=['model'])."
         )
     if "optimizer" in parts:
         _restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
@@ -222,8 +223,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
         logger_positions.restore(run, section)
     if not section:
         messages.info(
-            "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
-            "no random states, so from here on random numbers differ from the saved run's."
+            "The checkpoint was not written by Paceline. The epoch and step were derived from its counters. It "
+            "contains no random states, so from here on random numbers differ from those of the saved run."
         )
     return resumed
 
@@ -238,8 +239,8 @@ def _restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
 def _same_count(what: str, saved: int, given: int) -> None:
     if saved != given:
         raise ValueError(
-            f"The checkpoint holds {saved} {what}, but configure_optimizers returned {given}. Return the same ones as "
-            "when it was saved, or load only the weights (load_from_checkpoint) and start a new fit."
+            f"The checkpoint contains {saved} {what}, but configure_optimizers returned {given}. Return the same ones "
+            "as when the checkpoint was saved, or load only the weights (load_from_checkpoint) and start a new fit."
         )
 
 
@@ -249,8 +250,8 @@ def _restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str]
         problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
         if problem:
             raise ValueError(
-                f"The checkpoint does not fit optimizer {index} ({type(optimizer).__name__}): {problem}. Make the "
-                "optimizer in configure_optimizers as it was when the file was saved, or load only the weights "
+                f"The checkpoint does not match optimizer {index} ({type(optimizer).__name__}): {problem}. Create the "
+                "optimizer in configure_optimizers as it was when the checkpoint was saved, or load only the weights "
                 "(load_from_checkpoint) and start a new fit."
             )
         own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""An optimizer as torch's compiler sees it: its own code and state, with a learning rate that is not a constant."""
+"""An optimizer that torch's compiler can trace: its own code and state, but with a learning rate that can change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..torch_private import HAS_STEPPED, keep_address, let_trace_groups
 
 #: Where torch's wrappers are defined.
 _TORCHS = inspect.getfile(Optimizer)
-#: What belongs to the class itself rather than to its instances.
+#: Attributes that belong to the class itself and are not copied to the traced class.
 _OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass__", "__slots__"}
 
 
@@ -22,12 +22,12 @@ class TracedOptimizer:
 
     Torch breaks the graph at ``Optimizer.step``, looks for gradients before the graph computes them, and treats each
     learning rate as a constant. So the ``step`` of the optimizer's class is traced on an object that is not an
-    ``Optimizer``, but shares attributes and state with it. Its parameter groups (``groups``) are copies with the
-    learning rate in a tensor; the optimizer's own groups keep numbers, which schedulers set.
+    ``Optimizer``, but shares the optimizer's attributes and state. That object's parameter groups (``groups``) are
+    copies with the learning rate in a tensor; the optimizer's own groups keep numbers, which schedulers set.
 
     Args:
-        optimizer: stepped by the graph from then on.
-        cycled: a scheduler changes its momentum, which optimizers such as Adam keep in ``betas``.
+        optimizer: the optimizer to trace; from then on, the graph steps it.
+        cycled: whether a scheduler changes the optimizer's momentum, which optimizers such as Adam keep in ``betas``.
     """
 
     def __init__(self, optimizer: Optimizer, cycled: bool = False) -> None:
@@ -45,7 +45,7 @@ class TracedOptimizer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update the copies: schedulers and callbacks may have changed the groups."""
+        """Update the copied groups, because schedulers and callbacks may have changed the originals."""
         given = self.optimizer.param_groups
         if len(given) != len(self.groups):
             self.groups[:] = [{} for _ in given]
@@ -57,11 +57,11 @@ class TracedOptimizer:
                 copy["lr"] = rate.now(copy["lr"])
             if self.cycled and "betas" in copy:
                 copy["betas"] = tuple([data.now(beta) for data, beta in zip(betas, copy["betas"], strict=True)])
-            if copy.get("fused"):  # the compiler fuses by itself
+            if copy.get("fused"):  # the compiler fuses the step itself
                 copy["fused"] = False
 
     def step(self) -> None:
-        """The optimizer's step, to be traced."""
+        """Run the optimizer's step; the compiler traces this method."""
         for group in self.groups:
             if "capturable" in group:  # no value may leave the graph
                 group["capturable"] = torch.compiler.is_compiling()
@@ -71,7 +71,8 @@ class TracedOptimizer:
     def settle(self, static: bool) -> None:
         """Move step counters to where the graph needs them.
 
-        With ``static`` also fix the state's memory, for CUDA graphs, which write to the same memory at each replay.
+        With ``static``, also keep the state at fixed memory addresses, because CUDA graphs write to the same memory on
+        every replay.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -95,7 +96,7 @@ class _Data:
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
     def now(self, number: Any) -> Tensor:
-        """Return the number's current value as the tensor; return the user's own tensor unchanged."""
+        """Return the tensor, set to ``number``; a tensor that the user passed is returned unchanged."""
         if isinstance(number, Tensor):
             return number
         if number != self.number:
@@ -105,7 +106,7 @@ class _Data:
 
 
 def _without_torch_wrappers(step: Any) -> Any:
-    """The ``step`` of a class without torch's wrappers, which break graphs; other wrappers stay."""
+    """Strip torch's wrappers, which break graphs, from a class's ``step``; keep all other wrappers."""
     while hasattr(step, "__wrapped__") and step.__code__.co_filename == _TORCHS:
         step = step.__wrapped__
     return step

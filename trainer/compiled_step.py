@@ -1,7 +1,7 @@
-"""``Trainer(compile="step")``: forward, loss, backward, clipping and the optimizer's step as one compiled graph.
+"""``Trainer(compile="step")``: forward, loss, backward, clipping and the optimizer step as one compiled graph.
 
 Torch traces ``training_step``, ``torch.autograd.grad`` and the optimizer's own code into one graph, or raises an error
-that says why it cannot. Only counters and ``self.log`` stay outside: the graph returns the values to log.
+that says why it cannot. Only counters and ``self.log`` stay outside, so the graph returns the values to log.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from .profiling import by_strategy
 from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .loss import LossReader
     from .run import Run
 
 
-#: Number of batch shapes with their own graph; further shapes share one graph for all shapes.
+#: Number of batch shapes that get their own graph; all further shapes share one graph.
 MOST_SHAPES = 4
 
 
 class Switches:
-    """Torch settings for tracing a whole step, set only while one compiles: setting them in every step is slow.
+    """Torch settings for tracing a whole step, set only during compilation because setting them in every step is slow.
 
-    ``wanted``: a whole step is running.
+    ``wanted``: whether a step that is compiled as a whole is running.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Switches:
         self._on: ExitStack | None = None
 
     def install(self) -> Switches:
-        """Register with torch's compiler; returns itself."""
+        """Register with torch's compiler; return self."""
         on_compiling(self._begin, self._end)
         return self
 
@@ -75,8 +77,8 @@ class WholeStep:
     """The compiled functions of a fit, and the state that they read.
 
     Attributes:
-        accumulate: micro-batches in a window.
-        primed: the optimizer has created its state, so the graph can be compiled once for all steps.
+        accumulate: micro-batches per accumulation window.
+        primed: whether the optimizer has created its state, so that the graph can be compiled once for all steps.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
@@ -85,7 +87,7 @@ class WholeStep:
         self.module, self.store = run.module, run.metrics
         self.accumulate = run.trainer.accumulate_grad_batches
         self.clipping = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
-        self.optimizer = TracedOptimizer(run.optimizers[0], cycles_momentum(run))
+        self.optimizers = [TracedOptimizer(optimizer, cycles_momentum(run)) for optimizer in run.optimizers]
         self.primed = False
         self.number = next(_fits)
         self.unit: float | None = None
@@ -106,10 +108,10 @@ class WholeStep:
         return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
-        """The function for a batch, with its own graph for each shape.
+        """Return the compiled function for a batch; each shape has its own graph.
 
-        On a second shape, torch would switch to one graph for all shapes. A resumed run may see the shapes in another
-        order, and would then round differently.
+        On its own, torch would switch to one graph for all shapes when it sees a second one. A resumed run may see the
+        shapes in a different order, and would then round differently.
         """
         key = shapes_of(batch) if self.by_shape else None
         found = self.batch_steps.get(key)
@@ -133,15 +135,15 @@ class WholeStep:
         """Run one micro-batch and, if it is the last of its window (``complete``), the update.
 
         Args:
-            batch: on its device.
+            batch: the batch, on its device.
             batch_idx: its index in the epoch.
             by_items: whether ``num_items`` is expected.
-            before: items of the window's earlier micro-batches, float64 of shape (), or None.
-            complete: whether it is the window's last.
-            factor: the final factor of the window's gradients, unless they are weighted by items.
+            before: the number of items in the window's earlier micro-batches, a float64 tensor of shape (), or None.
+            complete: whether this is the window's last micro-batch.
+            factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 
         Returns:
-            The detached output, whether there was a usable loss, and the window's items so far.
+            The detached output, whether there was a usable loss, and the number of items in the window so far.
         """
         output = self.forward(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -163,9 +165,13 @@ class WholeStep:
             self.trace_update(factor)
         return with_tensors(output, Tensor.detach), True, total  # backward has freed the graph
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all optimizers."""
+        return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
+
     def trace_gradients(self, loss: Any, complete: bool) -> None:
         """Run backward; inside a window, gradients are added in place."""
-        parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
                 parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
@@ -180,8 +186,8 @@ class WholeStep:
                     parameter.grad.add_(gradient)
 
     def trace_update(self, factor: Any) -> None:
-        """Complete the gradients, clip, step, clear."""
-        parameters = [p for group in self.optimizer.groups for p in group["params"]]
+        """Scale and clip the gradients, step the optimizers and clear the gradients."""
+        parameters = self.parameters()
         if factor is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -189,19 +195,24 @@ class WholeStep:
         value, algorithm = self.clipping
         if value is not None:
             self.strategy.clip(parameters, value, algorithm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
     def hear(self, name: str, value: Any, options: Any) -> Heard:
-        """Handle one call of ``self.log``."""
+        """Handle one call to ``self.log``."""
         return _Detached(self.heard, name, options)
 
     # ---- what the step calls ---------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a compiled function, then log what it logged. Raises RuntimeError if torch cannot make it one graph."""
-        self.optimizer.refresh()
+        """Call a compiled function, then log the values that it recorded.
+
+        Raises RuntimeError if torch cannot compile it into one graph.
+        """
+        for optimizer in self.optimizers:
+            optimizer.refresh()
         self.heard.clear()
         self.switches.wanted = True
         try:
@@ -213,15 +224,15 @@ class WholeStep:
         for call in self.heard:
             if call.options.enable_graph:
                 raise ValueError(
-                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.run.trainer.compile!r}): "
-                    "the compiled step runs backward, which frees the value's graph. Leave out enable_graph, or use "
-                    "compile=True."
+                    f"self.log({call.name!r}, enable_graph=True) does not work with "
+                    f"Trainer(compile={self.run.trainer.compile!r}), because the compiled step runs backward, which "
+                    "frees the value's graph. Leave out enable_graph, or use compile=True."
                 )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found
 
     def problem(self, error: Exception) -> RuntimeError:
-        """The error for a step that torch cannot trace into one graph."""
+        """Return the error for a step that torch cannot trace into one graph."""
         why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
         return RuntimeError(
             f"Trainer(compile='step') compiles {self.owner}.training_step and the optimizer's step into one graph, "
@@ -230,38 +241,43 @@ class WholeStep:
         )
 
     def changing(self) -> tuple[str, str]:
-        """Why torch has compiled the step so often that it gave up, and what to do."""
+        """Return why torch gave up after recompiling the step too often, and what to do."""
         reason = self.watch.last_reason
         why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
         return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
-        """What torch cannot trace, and what to do."""
+        """Return what torch cannot trace, and what to do."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[0] if lines else type(error).__name__
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
-        advice = "Take that out of training_step."
-        codes = (getattr(unwrap(one), "__code__", None) for one in (self.optimizer.raw_step, self.module.training_step))
-        own, users = (code and code.co_filename for code in codes)
-        if own and own in where and own != users:
-            advice = f"That is the step of {type(self.optimizer.optimizer).__name__}: use another optimizer."
+        advice = "Remove that operation from training_step."
+        users = _file(self.module.training_step)
+        for traced in self.optimizers:
+            own = _file(traced.raw_step)
+            if own and own in where and own != users:
+                advice = f"This code is in the step of {type(traced.optimizer).__name__}, so use another optimizer."
         return f"{said}{': ' + why if why else ''}.{where}", advice
 
     def step(self, losses: LossReader) -> CompiledStep:
-        """Make an epoch's step; callbacks may have changed the accumulation since the last epoch."""
+        """Create the epoch's step, because callbacks may have changed the accumulation since the last epoch."""
         check_trainer(self.run.trainer)
         return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
-        """Compile steps from now on, because the optimizer has its state."""
-        self.optimizer.settle(static=self.replays)
+        """Compile steps from now on; the optimizers must have created their state."""
+        for optimizer in self.optimizers:
+            optimizer.settle(static=self.replays)
         self.primed = True
 
 
 def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
-    """Return the compiler of a fit's whole training step, or None. Raises ValueError for unsupported optimizers."""
+    """Return a fit's WholeStep, or None if its step is not compiled as a whole.
+
+    Raises ValueError for unsupported optimizers.
+    """
     if scope_of(run.trainer.compile) not in ("step", "graphs"):
         return None
     check_optimizers(run)
@@ -295,7 +311,7 @@ class CompiledStep(TrainStep):
             whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
         )
         if whole.replays:
-            output = with_tensors(output, Tensor.clone)  # the next replay overwrites this one's memory
+            output = with_tensors(output, Tensor.clone)  # the next replay overwrites this output's memory
         if not learned:
             return self.left_out(output)
         losses.form_known, losses.by_items = True, items is not None
@@ -306,14 +322,14 @@ class CompiledStep(TrainStep):
         return output
 
     def items(self) -> Tensor | None:
-        """The window's items so far, if losses are weighted by items."""
+        """Return the number of items in the window so far; None if losses are not weighted by items."""
         items = self.losses.window.items
         if not self.state.window or not self.losses.by_items:
             return None
         return torch.as_tensor(items, dtype=torch.float64, device=self.run.strategy.device)
 
     def left_out(self, output: Any) -> Outputs:
-        """Skip a batch without a usable loss, or raise the error that says what is wrong with it."""
+        """Skip a batch without a usable loss, or raise an error that says what is wrong with the loss."""
         losses = self.losses
         losses.form_known, losses.by_items = True, losses.window.unit is not None
         loss = losses.read(output)
@@ -336,7 +352,7 @@ class CompiledStep(TrainStep):
         self.count_update()
 
     def count_update(self) -> None:
-        """Count the update that the graph has made."""
+        """Count the update that the graph ran."""
         state = self.state
         state.window = 0
         state.stepped = True
@@ -345,14 +361,19 @@ class CompiledStep(TrainStep):
 
 
 class _Detached(Heard):
-    """One call of ``self.log`` inside the graph. The value is detached, because backward frees its graph."""
+    """One call to ``self.log`` inside the graph. The value is detached, because backward frees its graph."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         super().update(value.detach() if isinstance(value, Tensor) else value, batch_size)
 
 
+def _file(function: Any) -> str | None:
+    code = getattr(unwrap(function), "__code__", None)
+    return code and code.co_filename
+
+
 def shapes_of(batch: Any) -> Any:
-    """The shapes of a batch's tensors; None for everything that is not a collection of tensors."""
+    """Return the shapes of a batch's tensors; None for anything other than a tensor or a collection."""
     if isinstance(batch, Tensor):
         return batch.shape
     if isinstance(batch, Mapping):
@@ -363,7 +384,7 @@ def shapes_of(batch: Any) -> Any:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the tensors in plain collections."""
+    """Apply ``change`` to every tensor in a plain collection."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

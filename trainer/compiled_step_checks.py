@@ -1,4 +1,4 @@
-"""Raise, before anything runs, for everything that a training step compiled as a whole does not support."""
+"""Raise, before anything runs, for settings that a training step compiled as a whole does not support."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if scope == "graphs" and trainer.accumulate_grad_batches > 1:
         raise ValueError(
-            f"{asked}, accumulate_grad_batches={trainer.accumulate_grad_batches}): a CUDA graph keeps no gradients "
-            "from one batch to the next. Use compile='step', or a larger batch."
+            f"{asked}, accumulate_grad_batches={trainer.accumulate_grad_batches}): a CUDA graph does not keep "
+            "gradients from one batch to the next. Use compile='step', or a larger batch."
         )
 
 
 def check_module(run: Run) -> None:
     """Raise a ValueError for a module or callback that acts in the middle of a step, which a graph cannot contain."""
-    check_trainer(run.trainer)  # a callback may have changed it since
+    check_trainer(run.trainer)  # a callback may have changed the trainer
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:
         _refuse(run, f"{owner} uses manual optimization (automatic_optimization=False)", "Use automatic optimization")
@@ -81,28 +81,32 @@ def check_module(run: Run) -> None:
 
 
 def check_optimizers(run: Run) -> None:
-    """Raise a ValueError for optimizers whose step is more than one pass of their own code."""
-    found = run.optimizers
-    if len(found) != 1:
-        _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
-    optimizer, name = found[0], type(found[0]).__name__
+    """Raise a ValueError for optimizers whose step cannot be part of the graph."""
+    if not run.optimizers:
+        _refuse(run, "there is no optimizer", "Return one from configure_optimizers")
+    for optimizer in run.optimizers:
+        _check_optimizer(run, optimizer)
+
+
+def _check_optimizer(run: Run, optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
-        _refuse(run, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
+        _refuse(run, "a scheduler changes momentum, which is constant in a CUDA graph", "Pass cycle_momentum=False")
     if step_hooks(optimizer):
         _refuse(run, f"{name} has step hooks", "Move what they do to on_train_batch_end")
     own = vars(optimizer).get("step")
     if own is not None and not is_of_scheduler(own):
-        _refuse(run, f"step was replaced on this {name}", "Define step in a class")
+        _refuse(run, f"the step method of this {name} was replaced", "Override step in a subclass")
     if overridden(optimizer, "zero_grad", Optimizer) is not None:
         _refuse(run, f"{name}.zero_grad is not part of the graph", "Leave it out")
 
 
 def cycles_momentum(run: Run) -> bool:
-    """Whether a scheduler changes more than the learning rate."""
+    """Return True if a scheduler changes the momentum as well as the learning rate."""
     return any(getattr(config.scheduler, "cycle_momentum", False) for config in run.lr_scheduler_configs)
 
 

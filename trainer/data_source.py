@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 INF = float("inf")
 
-#: The hook that gives a stage's loaders.
+#: The hook that returns a stage's loaders.
 HOOK = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
@@ -44,7 +44,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run, passed to the entry point (``given``, by stage) or made by the loader hooks."""
+    """The loaders of one run, passed to the entry point (``given``, by stage) or created by the loader hooks."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run
@@ -57,14 +57,14 @@ class DataSource:
         self._validation_until = INF
         self._agreed_on: Any = None
         self._is_elsewhere = False  # the run happened in other processes
-        self._is_mine = False  # the training loader was split here, so all ranks must draw the same order
+        self._is_mine = False  # the training loader was sharded here, so all ranks must draw the same order
         #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
         self.last_share = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
 
     def defined(self, stage: str) -> bool:
-        """Whether there are loaders for a stage."""
+        """Return True if a stage has loaders."""
         return self.given.get(stage) is not None or self._hook(stage) is not None
 
     def require(self, stage: str) -> None:
@@ -87,11 +87,11 @@ class DataSource:
         hook = self._hook(stage)
         loaders = self.require(stage) if hook is None else hook()
         if loaders is None:
-            raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable over batches.")
+            raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable of batches.")
         return loaders
 
     def limit(self, stage: str) -> int | float | None:
-        """``limit_*_batches`` of a stage with ``overfit_batches`` applied."""
+        """Return the stage's ``limit_*_batches``, with ``overfit_batches`` applied."""
         run = self.run
         name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
         limit = getattr(run.trainer, f"limit_{name}_batches")
@@ -102,7 +102,7 @@ class DataSource:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def train(self) -> Any:
-        """Make the training loader, once."""
+        """Create the training loader on the first call, and return it."""
         if self.train_loader is None and not self._is_elsewhere:
             with self.run.trainer.profiler.profile("setup_train_dataloader"):
                 loader = train_loader(self._load("train"))
@@ -117,23 +117,23 @@ class DataSource:
         return self.train_loader
 
     def _in_order(self, loader: Any, stage: str) -> Any:
-        """The loader without shuffling, for ``overfit_batches``."""
+        """Return the loader with shuffling turned off, for ``overfit_batches``."""
         if shuffles(loader):
             messages.warn_once(
                 f"{HOOK[stage]} shuffles, but Trainer(overfit_batches={self.run.trainer.overfit_batches}) needs the "
-                "same batches in every epoch: its shuffling is turned off."
+                "same batches in every epoch, so shuffling is turned off."
             )
         return without_shuffling(loader)
 
     def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
-        """This rank's part of a loader."""
+        """Return this rank's shard of a loader."""
         strategy = self.run.strategy
         if strategy.num_data_ranks == 1 or not self.run.trainer.use_distributed_sampler:
             return loader
         return shard(loader, strategy.data_rank, strategy.num_data_ranks)
 
     def agree_on_length(self) -> None:
-        """Let all ranks train on as many batches as the rank with the fewest, and report it."""
+        """Limit every rank to the number of batches of the rank with the fewest, and warn if the numbers differ."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
@@ -147,20 +147,20 @@ class DataSource:
         elif len(set(found)) > 1:
             self.num_training_batches = min(found)
             messages.warn(
-                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses "
-                f"{min(found)} per epoch and skips the rest. Give every rank the same number, or let "
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses {min(found)} "
+                "per epoch and skips the rest. Give every rank the same number of batches, or let "
                 "Trainer(use_distributed_sampler=True) do the sharding."
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """A function that checks for each batch whether every rank has one; None if the number is known in advance."""
+        """Return a function that checks for each batch whether every rank has one; None if that is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again if ``reload_dataloaders_every_n_epochs`` says so."""
+        """Call the loader hooks again in the epochs that ``reload_dataloaders_every_n_epochs`` selects."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
@@ -168,14 +168,14 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """The number of batches between validations; inf: validate after the epoch's last batch."""
+        """Return the number of batches between validations; inf means to validate after the epoch's last batch."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
                     f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count across "
-                    "epochs."
+                    "so validation would never run. Lower val_check_interval, or set check_val_every_n_epoch=None to "
+                    "count across epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -190,7 +190,7 @@ class DataSource:
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def validates(self) -> bool:
-        """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
+        """Return True if this fit can validate: it has a loader and a step, and is not limited to 0 batches."""
         run = self.run
         loader = self.defined("validate")
         step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None
@@ -199,16 +199,16 @@ class DataSource:
         owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
-                f"A val_dataloader was given but {owner} has no validation_step, so there is no validation."
+                f"A val_dataloader was given, but {owner} has no validation_step, so validation is skipped."
             )
         if step and not loader and run.state.fn == "fit":
             messages.warn_once(
-                f"{owner}.validation_step exists, but there is no val_dataloader, so there is no validation."
+                f"{owner} defines validation_step, but no val_dataloader was given, so validation is skipped."
             )
         return loader and step
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
+        """Return a stage's loaders, shuffled for this epoch, and the number of batches to take from each."""
         run = self.run
         if run.state.fn == "fit" and run.state.epoch >= self._validation_until:
             self.eval.pop(kind, None)
@@ -220,7 +220,7 @@ class DataSource:
         return loaders, limits
 
     def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """Make the loaders of a stage, once, with the number of batches that each yields."""
+        """Create a stage's loaders on the first call; return them and the number of batches that each yields."""
         run = self.run
         if kind not in self.eval:
             with isolate_rng() if self.reloads() else nullcontext():  # a resumed run calls the hook in other epochs
@@ -237,13 +237,13 @@ class DataSource:
         return self.eval[kind]
 
     def reloads(self) -> bool:
-        """Whether this fit calls the loader hooks again after some epochs."""
+        """Return True if this fit calls the loader hooks again after some epochs."""
         return self.run.state.fn == "fit" and self.run.trainer.reload_dataloaders_every_n_epochs > 0
 
     def _keeps_validation_until(self) -> int | float:
-        """The epoch from which a validation needs new loaders.
+        """Return the first epoch in which validation needs new loaders.
 
-        Those of a sanity check are kept if its epoch validates too.
+        The sanity check's loaders are kept if the same epoch validates too.
         """
         state, trainer = self.run.state, self.run.trainer
         if not self.reloads():
@@ -253,31 +253,31 @@ class DataSource:
         return state.epoch + trainer.reload_dataloaders_every_n_epochs
 
     def shown(self, stage: str) -> Any:
-        """The loaders of a stage in the structure in which they were given; None before they are made."""
+        """Return a stage's loaders, in the structure in which they were given; None before they are created."""
         if stage == "train":
             loader = self.train_loader
             return loader.iterables if isinstance(loader, CombinedLoader) else loader
         return self._shown.get(stage)
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
-        """A function that returns the next batch's sample indices; None if the order is not known in advance."""
+        """Return a function that returns the next batch's sample indices; None if the order is not known in advance."""
         indices = batch_indices(loader)
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """Leave the loaders as they were passed, without worker processes, at the end of a run."""
+        """At the end of a run, restore the loaders to the state they were passed in, and stop their workers."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):
                 end_persistent_workers(leaf)
 
     def counts(self) -> dict[str, Any]:
-        """How many batches there are, for :meth:`take_over` in another process."""
+        """Return the number of batches of each loader, for :meth:`take_over` in another process."""
         evaluated = {kind: limits for kind, (_, limits) in self.eval.items()}
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Show what a run in other processes had: the loaders that were passed, and the number of batches."""
+        """Take over the loaders and the numbers of batches from a run in other processes."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
@@ -288,7 +288,7 @@ class DataSource:
             self._shown[kind] = None if given is None else in_structure(given, self.eval[kind][0])
 
     def name_of(self, leaf: Any) -> str | None:
-        """The user's name for a loader of this run, which may be one of several; None for another run's loader."""
+        """Return a name for a loader of this run, such as ``val_dataloader 1``; None for any other loader."""
         if any(one is leaf for one in leaves_of(self.train_loader)):
             return HOOK["train"]
         for kind, (loaders, _) in self.eval.items():
@@ -300,18 +300,18 @@ class DataSource:
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
     def length(self, loader: Any) -> int | float:
-        """The loader's length in batches, or inf."""
+        """Return the loader's length in batches, or inf if it has none."""
         return count_batches(loader, None, "dataloader")
 
     def length_known(self) -> bool:
-        """Whether the training loader has a length."""
+        """Return True if the training loader has a length."""
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """The number of training batches to fetch; inf if the loader ends there anyway."""
+        """Return the number of training batches to fetch; inf if the loader ends by then anyway."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
+        """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return self.run.strategy.device.type == "cuda" or unknown

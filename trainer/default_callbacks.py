@@ -1,4 +1,4 @@
-"""The loggers and callbacks of a run: the user's, and the defaults."""
+"""Choose a run's loggers and callbacks: the user's and the defaults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-#: Groups of entry points. Each names a function without arguments that returns a callback or a list of them.
+#: Groups of entry points. Each entry point names a function that takes no arguments and returns one or more callbacks.
 ENTRY_POINTS = ["paceline.callbacks"]
 
-#: Switches of the Trainer, with the kind of callback that each adds.
+#: The Trainer's switches, with the class of the callback that each adds.
 SWITCHED: dict[str, type[Callback]] = {
     "enable_progress_bar": ProgressBar,
     "enable_model_summary": ModelSummary,
@@ -35,7 +35,7 @@ SWITCHED: dict[str, type[Callback]] = {
 
 
 def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
-    """The loggers for ``Trainer(logger=...)``."""
+    """Return the loggers for ``Trainer(logger=...)``."""
     if logger is False:
         return []
     found = _given_loggers(logger)
@@ -54,10 +54,15 @@ def _folder_of_logs(root: str) -> str:
     if not storage.is_remote(root):
         return root
     messages.info_once(
-        f"Checkpoints go to {root}. Logs are local: they go to the working directory, {os.getcwd()}. Pass a logger to "
-        "choose another place, or logger=False."
+        f"Checkpoints go to {root}. Logs are written locally, to the working directory {os.getcwd()}. Pass a logger "
+        "to choose another place, or logger=False for no logs."
     )
     return os.getcwd()
+
+
+def is_logger(value: Any) -> bool:
+    """Return True if a Trainer can log to the object."""
+    return isinstance(value, Logger)
 
 
 def _given_loggers(logger: Any) -> list[Logger] | None:
@@ -66,7 +71,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
     several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
     found: list[Any] = list(logger) if several else [logger]
     for one in found:
-        if not isinstance(one, Logger):
+        if not is_logger(one):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
                 f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
@@ -76,7 +81,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
 
 
 def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
-    """The user's callbacks and the defaults, in call order."""
+    """Return the user's callbacks and the default ones, in call order."""
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
     if not trainer.barebones:
@@ -94,15 +99,18 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         found.append(timer)
     elif grace_seconds:
         raise ValueError(
-            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no time limit to stop before. Pass "
-            "max_time, or leave out grace_seconds."
+            f"Trainer(grace_seconds={grace_seconds!r}) has no effect without max_time, because there is no time limit "
+            "to stop before. Pass max_time, or leave out grace_seconds."
         )
     check_state_keys(found)
     return order(found)
 
 
 def _from_packages() -> list[Callback]:
-    """The callbacks that installed packages add to every Trainer; a user's own of the same class replaces one."""
+    """Return the callbacks that installed packages add to every Trainer.
+
+    If the user passes a callback of the same class, it replaces the package's.
+    """
     found: list[Callback] = []
     for point in _points(tuple(ENTRY_POINTS), tuple(sys.path)):
         made = point.load()()
@@ -111,7 +119,7 @@ def _from_packages() -> list[Callback]:
         if wrong:
             raise TypeError(
                 f"The entry point {point.name!r} ({point.value}) of the group {point.group!r} returned {wrong[0]!r}, "
-                "which is not a Callback. Uninstall the package that brings it, or report this to its authors."
+                "which is not a Callback. Uninstall the package that provides it, or report this to its authors."
             )
         names = messages.names((type(one).__name__ for one in made), last="and")
         messages.info_once(f"The entry point {point.name!r} ({point.value}) adds {names} to the callbacks.")
@@ -121,7 +129,7 @@ def _from_packages() -> list[Callback]:
 
 @functools.cache
 def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
-    """The entry points of installed packages; searched once for each ``sys.path``, because that takes a while."""
+    """Return the entry points of installed packages, searched once per ``sys.path`` because the search is slow."""
     return [point for group in groups for point in entry_points(group=group)]
 
 
@@ -138,7 +146,7 @@ def _given_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
-    """Raise for a callback of a kind that is switched off."""
+    """Raise if the user passes a callback of a kind that is switched off."""
     for name, kind in SWITCHED.items():
         off = getattr(trainer, name) is False
         asked = next((c for c in callbacks if isinstance(c, kind)), None)
@@ -166,13 +174,13 @@ def order(callbacks: list[Callback]) -> list[Callback]:
 
 
 def check_state_keys(callbacks: list[Callback]) -> None:
-    """Raise if a callback is passed twice, or two would save their state under one key."""
+    """Raise if a callback is passed twice, or if two callbacks would save their state under the same key."""
     seen: dict[str, Callback] = {}
     for place, callback in enumerate(callbacks):
         name = type(callback).__name__
         if any(callback is other for other in callbacks[:place]):
             raise ValueError(
-                f"The callbacks contain the same {name} twice, so it would do everything twice. Leave one out."
+                f"The callbacks contain the same {name} twice, so it would do everything twice. Remove one of them."
             )
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):

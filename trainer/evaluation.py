@@ -1,4 +1,4 @@
-"""Validation, test and prediction: one loop with another step."""
+"""The loop that runs validation, testing and prediction."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["validate", "test", "predict"]
 
-#: What hooks call a stage.
+#: The stages as they appear in hook names.
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
-#: What a profiler calls the fetching of their batches.
+#: The profiler's names for fetching each stage's batches.
 FETCHES = {
     kind: f"[_EvaluationLoop].{word}_next"
     for kind, word in (("validate", "val"), ("test", "test"), ("predict", "predict"))
@@ -37,7 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions`` it collects what ``predict_step`` returns; with ``gather``, from all ranks.
+    With ``keep_predictions``, it collects the outputs of ``predict_step``; with ``gather``, from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -51,13 +51,14 @@ class EvalLoop:
         self.fetched: tuple[Any, int, int] = (None, 0, 0)
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
-        """The bound hooks ``on_<stage>_<moment>``."""
+        """Return the bound hooks ``on_<stage>_<moment>``."""
         return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
-        """Run one pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
+        """Run one pass; return a dict of logged epoch values for each loader (empty for predict).
 
-        ``zero_grad``: tell the module that gradients may be freed (a validation between two windows of a fit).
+        ``zero_grad``: whether to tell the module that gradients may be freed (in a validation between two windows of a
+        fit).
         """
         run = self.run
         if run.source.limit(self.kind) == 0:
@@ -76,7 +77,7 @@ class EvalLoop:
         return results
 
     def switch(self, what: str) -> None:
-        """Call the module's ``on_<stage>_model_<what>``."""
+        """Call the module's hook ``on_<stage>_model_<what>``."""
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
@@ -118,13 +119,13 @@ class EvalLoop:
         ]
 
     def started(self) -> bool:
-        """Call the hooks at the start; return whether one of them chose another batch size and dropped the loaders."""
+        """Call the start hooks; return True if one of them changed the batch size, which drops the loaders."""
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
         return self.kind not in self.run.source.eval
 
-    def run_loader(  # noqa: C901 - one straight line: fewer calls a batch, read in one go
+    def run_loader(  # noqa: C901 - straight-line code, with fewer calls per batch
         self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None
     ) -> None:
         """Run every batch of one loader. Steps and hooks get ``dataloader_idx`` if it is not None."""
@@ -182,16 +183,17 @@ class EvalLoop:
         run.predict_batch_indices.append(taken)
 
     def hand_over(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
-        """Every batch of one loader, which ``step(dataloader_iter)`` fetches itself.
+        """Run every batch of one loader; ``step(dataloader_iter)`` fetches the batches itself.
 
-        The hook before a batch gets the one that was fetched last, because the step may fetch several or none.
+        The batch-start hook gets the batch that was fetched last, because the step may fetch several batches or none.
         """
         run, metrics = self.run, self.metrics
         name = f"{self.word}_step"
         if run.strategy.world_size > 1:
             raise ValueError(
-                f"{name}(dataloader_iter) with {run.strategy.world_size} processes: a step that fetches its batches "
-                f"itself cannot leave out those that fill up its share. Use {name}(batch, batch_idx), or one process."
+                f"{name}(dataloader_iter) does not work with {run.strategy.world_size} processes, because a step that "
+                f"fetches its own batches cannot leave out the ones that only pad its shard. Use {name}(batch, "
+                "batch_idx), or a single process."
             )
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
         known = run.source.length(loader)
@@ -207,7 +209,7 @@ class EvalLoop:
                     hook(*self.fetched[:passed])
                 try:
                     outputs = step(iterator, handed.taken)
-                except StopIteration:  # it fetches ahead of itself
+                except StopIteration:  # the step fetched past the end
                     break
                 if handed.taken == taken:
                     raise RuntimeError(
@@ -234,53 +236,54 @@ class EvalLoop:
             )
 
     def may_stop(self, known: float) -> bool:
-        """Whether a signal stops this pass between two batches.
+        """Return True if a signal may stop this pass between two batches.
 
-        Not in a fit, which finishes its validations, and not if ranks may have different numbers of batches (the length
-        is not ``known``): ranks at the end of the pass would wait for the ranks that stopped.
+        A pass must not stop inside a fit, which finishes its validations, or if ranks may have different numbers of
+        batches (the length is not ``known``), because ranks at the end of the pass would wait for the ranks that
+        stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
         return alike and run.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
-        """Every rank's outputs in the order of the data: one batch per rank, in rank order, then the next."""
+        """Return all ranks' outputs in data order: each rank's first batch, then each rank's second, and so on."""
         strategy = self.run.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
         found = strategy.gather_objects((strategy.data_rank, outputs))
-        shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each share of the data once
+        shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each shard of the data once
         rounds = range(max(len(share) for share in shares))
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with a flag that says whether it counts."""
+        """Return the batches, each with a flag that says whether the batch counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
 
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
-        """Yield batches where a forward pass needs all ranks and their numbers of batches are unknown.
+        """Yield batches when a forward pass needs all ranks but the number of batches per rank is unknown.
 
-        A rank without further batches repeats its last one, which does not count, until all ranks are done.
+        A rank that has run out of batches repeats its last one, which does not count, until all ranks are done.
         """
         strategy = self.run.strategy
         iterator, end, last = iter(batches), object(), None
         while strategy.agree((batch := next(iterator, end)) is not end):
             if batch is end and last is None:
                 raise RuntimeError(
-                    f"Rank {strategy.global_rank} got no {self.word} batch while others did. Give every rank at least "
-                    "one batch: use fewer processes or more data."
+                    f"Rank {strategy.global_rank} got no {self.word} batch while other ranks did. Give every rank at "
+                    "least one batch: use fewer processes or more data."
                 )
             last = last if batch is end else batch
             yield last, batch is not end
 
     def writes(self) -> bool:
-        """Whether a hook may read the sample indices of a predicted batch."""
+        """Return True if a hook may read the sample indices of a predicted batch."""
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self) -> None:
-        """Raise for batch hooks that cannot take ``dataloader_idx``, which they get with several loaders."""
+        """Raise for batch hooks that cannot take ``dataloader_idx``, which is passed if there are several loaders."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
@@ -292,7 +295,7 @@ class EvalLoop:
 
 
 def show_results(results: list[dict[str, float]], fn: str) -> None:
-    """Print the logged values, with a column per loader."""
+    """Print the logged values, with one column per loader."""
     from rich.console import Console
     from rich.table import Table
 

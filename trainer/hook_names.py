@@ -1,4 +1,4 @@
-"""Names of the hooks and methods that a run calls, and which of them is running."""
+"""Names of the hooks and methods that a run calls, and a function that tells which one is running."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def calling_hook() -> str:
-    """The user's hook or step that is running, read from the call stack; empty if it shows none."""
+    """Return the name of the user's hook or step that is running, from the call stack; empty if none is running."""
     frame = sys._getframe(1)
-    while frame is not None and owner_of(frame) == "package":  # self.log and what it calls
+    while frame is not None and owner_of(frame) == "package":  # self.log and the functions that it calls
         frame = frame.f_back
     while frame is not None and owner_of(frame) != "package":
         if frame.f_code.co_name in _CALLED:

@@ -1,4 +1,4 @@
-"""The callables of each hook, collected once when a run starts so that a step looks nothing up."""
+"""Collect each hook's callables once, when a run starts, so that steps do not have to look them up."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ Bound = Callable[..., Any]
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
-    """The owner's method, or ``base``'s if the owner's is None."""
+    """Return the owner's method, or ``base``'s method if the owner has set it to None."""
     return overridden(owner, name, base) or partial(getattr(base, name), owner)
 
 
 class HookTable:
-    """The callables of each hook in call order, with ``trainer`` and module already applied.
+    """The callables of each hook in call order, with ``trainer`` and the module already bound.
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
-    end of a batch or a validation, callbacks with ``runs_last`` come after it, to save what its hook did.
-    ``on_train_epoch_end_monitors`` has the callbacks that monitor metrics, ``on_train_epoch_end`` the others.
+    end of a batch or a validation, callbacks with ``runs_last`` come after the module, to save what its hook did.
+    ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and ``on_train_epoch_end`` holds
+    all others.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HookTable:
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
         self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
-        #: With each hook, whether every node calls it, or only the first.
+        #: Pairs of a flag and a hook; the flag says whether every node calls the hook or only the first.
         self.prepare_data = tuple(
             (owner[0].prepare_data_per_node, hook) for owner in [*data, *own] for hook in bind([owner], "prepare_data")
         )
@@ -83,7 +84,7 @@ def _with_stage(hook: Bound) -> Bound:
 
 
 def takes(method: Bound, *args: Any, **kwargs: Any) -> bool:
-    """Whether the signature of a method takes these arguments, such as keywords for which it may have other names."""
+    """Return True if a method's signature accepts these arguments, including their keyword names."""
     try:
         inspect.signature(method).bind(*args, **kwargs)
     except (TypeError, ValueError):  # a callable written in C has no signature
@@ -92,14 +93,14 @@ def takes(method: Bound, *args: Any, **kwargs: Any) -> bool:
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:
-    """Raise for a likely misspelled hook of ``owner``, and for a hook with the wrong signature."""
+    """Raise if ``owner`` has a hook that looks misspelled or has the wrong signature."""
     for name in own_methods(owner, base):
         if name not in known:
             meant = meant_hook(owner, base, name, known)
             if meant is not None:
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{meant!r}? Rename it (if it is a method of your own, pick a name less like a hook's)."
+                    f"{meant!r}? Rename it (if it is a method of your own, pick a name that is less like a hook's)."
                 )
     for name in known:
         method = overridden(owner, name, base)
@@ -108,14 +109,14 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
 
 
 def own_methods(owner: Any, base: type) -> list[str]:
-    """Names of the callables that ``owner`` has and ``base`` does not."""
+    """Return the names of the callables that ``owner`` has and ``base`` does not."""
     carried = [name for name, value in vars(owner).items() if callable(value)]
     defined = [name for name in dir(type(owner)) if callable(getattr(type(owner), name, None))]
     return [name for name in (*defined, *carried) if not name.startswith("_") and not hasattr(base, name)]
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """The hook that ``name`` misspells, or is an old name of; None if it is the user's own name."""
+    """Return the hook that ``name`` is a misspelling or an old name of; None if it is the user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -128,7 +129,7 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
-        raise TypeError(f"{type(owner).__name__}.{name} is {method!r}, which cannot be called. Write it as {write}.")
+        raise TypeError(f"{type(owner).__name__}.{name} is {method!r}, which is not callable. Write it as {write}.")
     if inspect.iscoroutinefunction(method) or (name.startswith("on_") and inspect.isgeneratorfunction(method)):
         kind = "a coroutine (async def)" if inspect.iscoroutinefunction(method) else "a generator (it yields)"
         raise TypeError(f"{type(owner).__name__}.{name} is {kind}, whose body would never run. Write it as {write}.")
@@ -153,15 +154,15 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
 
 
 def of_one_loader(name: str, write: str) -> str:
-    """The error for a hook or step that needs ``dataloader_idx`` in a run with one loader."""
+    """Return the error text for a hook or step that needs ``dataloader_idx`` in a run with one loader."""
     return (
-        f"{name} needs dataloader_idx, which it gets only if there are several loaders, and there is one. Write it as "
-        f"{write}, or give dataloader_idx a default."
+        f"{name} needs dataloader_idx, which is passed only if there are several loaders, but there is only one. "
+        f"Write it as {write}, or give dataloader_idx a default."
     )
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
-    """The arguments that the loop passes to a hook of ``owner``."""
+    """Return the arguments that the loop passes to a hook of ``owner``."""
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

@@ -1,4 +1,4 @@
-"""Logged values as a user reads them: the error for a missing one says when it will be available."""
+"""Logged values as users read them; the error for a missing value says when it will be available."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDS = {"train": "the training epoch", "validate": "the validation", "test": "t
 
 
 class MissingValueError(KeyError):
-    """There is no value ``name``; ``text`` says why, and when there will be one."""
+    """Raised if ``name`` has no value; ``text`` says why, and when the value will exist."""
 
     def __init__(self, name: Any, text: str = "") -> None:
         super().__init__(name)
@@ -47,11 +47,11 @@ class LoggedValues(dict[str, Value]):
         raise MissingValueError(name, self._why(self, name))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts that
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) accepts this class
 
 
 class CallbackValues(LoggedValues["Tensor"]):
-    """``trainer.callback_metrics``. What is set in it can be monitored too, until a value of that name is logged."""
+    """The dict ``trainer.callback_metrics``. Values set in it can be monitored until a value of that name is logged."""
 
     __slots__ = ("_store",)
 
@@ -69,19 +69,19 @@ class CallbackValues(LoggedValues["Tensor"]):
 
 
 def callback_values(store: MetricStore) -> CallbackValues:
-    """``trainer.callback_metrics``."""
+    """Return the dict ``trainer.callback_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         if record.options.rank_zero_only:
             return "logged with rank_zero_only=True, so it cannot be monitored"
         of_step = record.on_step and name == record.step_key
-        return "a step's value of an evaluation, which is for the loggers only" if of_step and stage != "train" else ""
+        return "an evaluation's step value, which only goes to the loggers" if of_step and stage != "train" else ""
 
     return CallbackValues(store, partial(_why, store, held_back))
 
 
 def bar_values(store: MetricStore) -> LoggedValues[float]:
-    """``trainer.progress_bar_metrics``."""
+    """Return the dict ``trainer.progress_bar_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         return "" if record.options.prog_bar else "logged without prog_bar=True"
@@ -90,19 +90,19 @@ def bar_values(store: MetricStore) -> LoggedValues[float]:
 
 
 def sent_values(store: MetricStore) -> LoggedValues[float]:
-    """``trainer.logged_metrics``."""
+    """Return the dict ``trainer.logged_metrics``."""
 
     def held_back(stage: str, record: Record, name: str) -> str:
         if not record.logger:
             return "logged with logger=False"
         waits = record.on_step and name == record.step_key
-        return "a step's value, which goes to the loggers every log_every_n_steps steps" if waits else ""
+        return "a step value, which goes to the loggers every log_every_n_steps steps" if waits else ""
 
     return LoggedValues(store.sent, partial(_why, store, held_back))
 
 
 def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there: Mapping[str, Any], name: str) -> str:
-    """Why there is no value ``name``, and when there will be one."""
+    """Return why ``name`` has no value, and when it will have one."""
     listed = f"Available: {messages.names(sorted(there), 'and')}." if there else "Nothing is available yet."
     for stage, record in store.known():
         if name not in record.keys:

@@ -1,4 +1,4 @@
-"""The loop over epochs and batches. ``callbacks/base.py`` shows its order."""
+"""The loop over epochs and batches. ``callbacks/base.py`` shows the order of its hooks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ EPOCH_VALUES, TRAIN_END = Pending.EPOCH_VALUES, Pending.TRAIN_END
 
 
 class FitLoop:
-    """One fit. Everything that depends on the configuration is bound before the first batch.
+    """Runs one fit. Everything that depends on the configuration is bound before the first batch.
 
     Args:
-        run: prepared, with its module set up.
+        run: the prepared run, with its module set up.
         resumed: this rank's part of the checkpoint that this fit resumes from, or None.
 
     Attributes:
@@ -93,14 +93,14 @@ class FitLoop:
             hook()
 
     def bind(self) -> None:
-        """Bind the training step; compile it if it becomes one graph with its update."""
+        """Bind the training step; if the step and its update run as one graph, also prepare their compilation."""
         self.forward = bind_step(self.run, "training_step")
         self.whole = compiled_whole(self.run, self.forward)
 
     def owed(self) -> Pending:
-        """What was still to be done when the checkpoint was written; it is done even if a limit is reached.
+        """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
-        But if there is more to train now, neither the training nor an epoch that was cut short is ended.
+        If there is more to train now, the pending end of training, or of an epoch that was cut short, is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -110,21 +110,21 @@ class FitLoop:
         return state.pending
 
     def train_nothing(self) -> None:
-        """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
+        """Report that there is nothing to train; restore the state, so that a new checkpoint equals the loaded one."""
         self.say_finished()
         if self.resumed is not None:
             self.resumed.restore()
 
     def load_data(self) -> None:
-        """Make the loaders, and find the resume position in them."""
+        """Create the loaders, and find the resume position in them."""
         self.run.source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
         if self.validation.comes() and not self.run.source.reloads():
             self.run.source.load_evaluation("validate")
 
-    def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
-        """Run one pass over the training data, from batch ``start_batch`` on."""
+    def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - straight-line code, with fewer calls per batch
+        """Run one pass over the training data, starting at batch ``start_batch``."""
         run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
@@ -171,7 +171,7 @@ class FitLoop:
                 else:
                     state.pending = NOTHING
                 if state.window:
-                    continue  # a window is always completed
+                    continue  # training never stops inside a window
                 if reason or state.global_step >= max_steps:
                     complete = self.leave_epoch(reason)
                     break
@@ -182,7 +182,7 @@ class FitLoop:
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
     def start_epoch(self) -> None:
-        """Do what comes before the first batch is fetched."""
+        """Prepare the epoch before its first batch is fetched."""
         self.hand_steps.let_go()
         self.run.source.reload_if_due()
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
@@ -191,7 +191,7 @@ class FitLoop:
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def step(self) -> ManualStep:
-        """Make an epoch's step; callbacks may have changed optimizers and accumulation since the last epoch."""
+        """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
         if self.whole is not None:
             return self.whole.step(self.losses)
         empty = self.run.source.last_share == 0.0
@@ -203,7 +203,7 @@ class FitLoop:
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
-        """The epoch's batches on the device, in an order that depends only on (seed, epoch)."""
+        """Return the epoch's batches on the device, in an order that depends only on the seed and the epoch."""
         run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
@@ -226,9 +226,9 @@ class FitLoop:
         return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
-        """Return the batches' iterator, and whether the training is over already.
+        """Return the batch iterator, and whether training is already over.
 
-        On a resume this restores the state of the saved run and finishes the batch after which it was saved.
+        On a resume, this restores the state of the saved run and finishes the batch after which it was saved.
         """
         resumed = self.resumed
         if resumed is not None and start_batch > 0:
@@ -243,7 +243,7 @@ class FitLoop:
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def place_in_data(self) -> dict[str, Any]:
-        """This rank's position in the data for a checkpoint; the prefetched batch is fetched again unchanged."""
+        """Return this rank's position in the data for a checkpoint; a resume fetches a prefetched batch again."""
         if self.resumed is not None:
             return self.resumed.place_in_data()
         batches = None if self.state.epoch_done else self._fetched
@@ -261,7 +261,8 @@ class FitLoop:
 
         After a resume, do only what the saved run had not done yet.
 
-        ``reason``: why the run stops after this batch, if it does. Returns it, or a new one from validation.
+        ``reason`` says why the run stops after this batch, if it does. Returns ``reason``, or a new reason from
+        validation.
         """
         state, validation = self.state, self.validation
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
@@ -274,7 +275,7 @@ class FitLoop:
         return reason
 
     def finish_batch(self, schedules: Schedules) -> None:
-        """Do what was left to do after the batch at which the checkpoint was written."""
+        """Do the remaining work for the batch after which the checkpoint was written."""
         state = self.state
         if state.pending is SCHEDULERS:
             schedules.after_batch()
@@ -283,21 +284,21 @@ class FitLoop:
             self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
-        """End an epoch whose remaining batches a hook skips: complete the window, then do what follows a batch."""
+        """End an epoch whose remaining batches a hook skips: complete the window, then do the end-of-batch work."""
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
         self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
-        """Do what was left to do after ``on_train_epoch_end``, where the checkpoint was written."""
+        """Finish an epoch whose checkpoint was written in ``on_train_epoch_end``."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
         self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
-        """Do what follows the last batch. An epoch that was cut short is not complete: a later fit continues it."""
+        """Do the end-of-epoch work. An epoch that was cut short is not complete, so a later fit continues it."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
@@ -307,7 +308,7 @@ class FitLoop:
         self.close_epoch(schedules, complete, outputs)
 
     def close_epoch(self, schedules: Schedules, complete: bool, outputs: Any = None) -> None:
-        """Do what follows ``on_train_epoch_end``."""
+        """Do the work that follows the ``on_train_epoch_end`` hooks."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         results = metrics.finish_epoch()
         if complete and schedules.epoch_plateaus:
@@ -319,24 +320,24 @@ class FitLoop:
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         state.pending = NOTHING
-        metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
+        metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # values logged by the monitors
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
-                f"{type(self.run.module).__name__}.training_step stepped none of self.optimizers() in a whole epoch, "
-                "so global_step stays the same and no step metrics reach the loggers. Call self.optimizers().step() "
-                "instead of the original optimizer's step()."
+                f"{type(self.run.module).__name__}.training_step did not step any of self.optimizers() in an entire "
+                "epoch, so global_step does not change and no step metrics reach the loggers. Call "
+                "self.optimizers().step() instead of the original optimizer's step()."
             )
         if complete:
             self.enter_next_epoch()
 
     def enter_next_epoch(self) -> None:
-        """Move the counters from a finished epoch to the next."""
+        """Advance the counters from a finished epoch to the next one."""
         state = self.state
         state.epoch, state.epoch_done, state.is_last_batch = state.epoch + 1, False, False
         state.batch_idx, state.next_batch = -1, 0
 
     def advise(self) -> None:
-        """Report what is probably a mistake: a finished run, modules in eval mode, too few steps to log."""
+        """Report likely mistakes: a finished run, modules in eval mode, too few steps to log."""
         run = self.run
         if self.at_limit():
             self.say_finished()
@@ -344,26 +345,26 @@ class FitLoop:
         asleep = sum(not module.training for module in run.module.modules())
         if asleep:
             messages.warn_once(
-                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of the fit and stay "
-                "in it. Call module.train() before fit, unless they are meant to be frozen."
+                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of the fit and "
+                "will stay in eval mode. Call module.train() before fit, unless they are meant to be frozen."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
             messages.info_once(
-                f"This fit makes {updates} updates, so no step metrics reach the loggers with "
-                f"log_every_n_steps={run.trainer.log_every_n_steps}. Lower it to see them."
+                f"This fit runs {updates} optimizer steps, so with log_every_n_steps={run.trainer.log_every_n_steps} "
+                "no step metrics reach the loggers. Lower log_every_n_steps to see them."
             )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the epoch's last batch is done. If it is not, a signal ends the run at once."""
+        """Return True if the epoch's last batch is done. If it is not and ``reason`` is a signal, end the run."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch
 
     def finished(self) -> bool:
-        """Whether training is over; called between epochs."""
+        """Return True if training is over; called between epochs."""
         if self.at_limit():
             return True
         reason = self.stops.here()
@@ -372,7 +373,7 @@ class FitLoop:
         return bool(reason)
 
     def at_limit(self) -> bool:
-        """Whether all epochs or steps have been made."""
+        """Return True if ``max_epochs`` or ``max_steps`` has been reached."""
         run, state = self.run, self.state
         epochs = state.epoch + state.epoch_done
         return state.global_step >= limit(run.trainer.max_steps) or epochs >= limit(run.trainer.max_epochs)
@@ -388,39 +389,40 @@ class FitLoop:
         reached = [name for name, number in made.items() if number >= limit(getattr(run.trainer, name))]
         advice = f" Raise {' and '.join(reached)} to continue." if reached else ""
         messages.info_once(
-            f"Nothing to train: the run has made {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} steps, "
-            f"the limits are max_epochs={run.trainer.max_epochs} and max_steps={run.trainer.max_steps}.{advice}",
+            f"Nothing to train: the run has completed {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} "
+            f"steps, and the limits are max_epochs={run.trainer.max_epochs} and "
+            f"max_steps={run.trainer.max_steps}.{advice}",
             key="nothing to train",
         )
 
     def check_length(self, seen: int, batches: Any) -> bool:
         """Raise if the loader ended too early; report batches left over because another rank's loader was shorter.
 
-        Always returns True: the epoch is complete.
+        Always returns True, because the epoch is complete.
         """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.run.strategy.global_rank} had batches left when another rank's train_dataloader ended "
-                f"after {seen} in epoch {self.state.epoch}. They are skipped, so that no rank waits."
+                f"after {seen} batches in epoch {self.state.epoch}. They are skipped so that no rank waits."
             )
         if seen == 0:
             raise RuntimeError(
                 f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
-                "once: pass a DataLoader, a list, or an object whose __iter__ starts over."
+                "once, so pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         if seen < self.run.source.num_training_batches and self.run.source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
         return True
 
     def length_lie(self, seen: str) -> str:
-        """The error for a loader that yields more or fewer batches than its length."""
+        """Return the error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has a length of {self.run.source.num_training_batches} batches, but yielded {seen} "
-            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length, so correct "
             "__len__, or remove it so that Paceline looks one batch ahead instead."
         )
 
 
 def limit(value: int | None) -> float:
-    """A limit as a number to compare with; -1 and None mean no limit."""
+    """Return a limit as a number to compare with; -1 and None (no limit) become inf."""
     return float("inf") if value in (-1, None) else float(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Read the loss from ``training_step``'s output, weight it in the window, and raise if it is not a loss."""
+"""Read the loss from ``training_step``'s output, weight it within the window, and raise if it is not a valid loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class LossReader:
-    """Reads losses; all must have the form of the first.
+    """Reads losses, which must all have the form of the first one.
 
     Attributes:
-        together: a callback skips a batch on all ranks or on none.
-        form_known: a loss was read, so later ones must have its form.
-        by_items: ``training_step`` returns ``num_items``, which weights losses in ``window``.
+        together: whether a callback skips a batch on either all ranks or none.
+        form_known: whether a loss has been read; later losses must have the same form.
+        by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, together: bool = False) -> None:
@@ -35,7 +35,7 @@ class LossReader:
         self.window = ItemWindow(strategy, f"{self.owner} returned")
 
     def read(self, output: Any) -> Tensor | None:
-        """The loss to run backward on, a scalar; None to skip the batch."""
+        """Return the loss to run backward on, a scalar; None means to skip the batch."""
         if output is None:
             return None if self.together else self._skip()
         loss = _loss_of(output)
@@ -46,21 +46,21 @@ class LossReader:
             self.form_known, self.by_items = True, items is not None
         if (items is not None) != self.by_items:
             raise ValueError(
-                f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighted. "
-                "Return it on every batch, or on none."
+                f"{self.owner} returned 'num_items' for some batches but not for all, so the window's losses cannot "
+                "be weighted. Return it for every batch, or for none."
             )
         return loss if items is None else self.window.weigh(loss, items)
 
     def finish_window(self) -> Tensor:
-        """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ()."""
+        """Return the factor that converts the window's summed gradients to the mean over all ranks' items; shape ()."""
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The items of the current window and the unit that weights them, as plain data."""
+        """Return the item count of the current window and the unit that weights it, as plain data."""
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`; outside a window, only the unit."""
+        """Restore :meth:`state_dict`; outside a window, restore only the unit."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True
@@ -68,22 +68,22 @@ class LossReader:
     def _skip(self) -> None:
         if self.strategy.world_size > 1:
             raise RuntimeError(
-                f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks "
-                "would wait for its gradients. Return a loss multiplied by zero instead."
+                f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}, but the other ranks "
+                "would wait for this rank's gradients. Return a loss multiplied by zero instead."
             )
         messages.warn_once(
-            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If you did not mean "
-            "that, return the loss.",
+            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If this is not "
+            "intended, return the loss.",
             key=f"{self.owner} skips",
         )
 
     def problem(self, loss: Tensor) -> Exception | None:
-        """The error for a loss whose backward failed; None if the loss is not the cause."""
+        """Return the error for a loss whose backward pass failed; None if the loss is not the cause."""
         if not loss.requires_grad:
             return RuntimeError(
                 f"{self.owner} returned a loss that does not require gradients, so nothing can be trained. Compute it "
-                "from the module's output without .item(), .detach() or "
-                "torch.no_grad(), check that some parameters are not frozen, or return None to skip this batch."
+                "from the module's output without .item(), .detach() or torch.no_grad(), check that not all "
+                "parameters are frozen, or return None to skip this batch."
             )
         return None if loss.numel() == 1 else self._no_loss(loss, loss)
 
@@ -92,17 +92,17 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
-                "the weights are corrupted. Look at the batch and the learning rate; torch's anomaly trace names the "
-                "operation in backward."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run here, "
+                "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
+                "backward, torch's anomaly trace names the operation."
             )
         return output
 
     def _no_loss(self, output: Any, loss: Any) -> Exception:
         if isinstance(loss, Tensor):
             return ValueError(
-                f"{self.owner} returned a loss of shape {tuple(loss.shape)}, which is not one number. "
-                "Return its mean: loss.mean()."
+                f"{self.owner} returned a loss of shape {tuple(loss.shape)}, which is not a scalar. Return its mean: "
+                "loss.mean()."
             )
         if isinstance(output, Mapping) and "loss" not in output:
             what = f"a dict without 'loss' (keys: {', '.join(map(repr, output))})"
@@ -116,9 +116,9 @@ class LossReader:
 
 
 class LossWatch:
-    """Warns once about a NaN or infinite loss among the values that reach the host anyway.
+    """Warns once if a NaN or infinite loss is among the values that are copied to the host anyway.
 
-    Losses are values with the word "loss" in their names, and what ``training_step`` (``owner``) returned.
+    Losses are the values with the word "loss" in their names, and the loss that ``training_step`` (``owner``) returned.
     """
 
     def __init__(self, owner: str) -> None:
@@ -126,16 +126,16 @@ class LossWatch:
         self.returned = f"The loss that {owner} returned"
 
     def among(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The losses among the values."""
+        """Return the losses among the values."""
         return {name: value for name, value in values.items() if not words_in(name).isdisjoint(("loss", "losses"))}
 
     def within(self, output: Any) -> dict[str, Any]:
-        """The loss in an output of ``training_step``."""
+        """Return the loss in an output of ``training_step``."""
         loss = None if self.warned else _loss_of(output)
         return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
 
     def look(self, values: dict[str, float], step: int, epoch: int) -> None:
-        """Check values before they go to the loggers; removes the loss that was returned."""
+        """Check values before they go to the loggers, and remove the loss that ``training_step`` returned."""
         losses = {} if self.warned else self.among(values)
         values.pop(self.returned, None)
         name = next((name for name, value in losses.items() if not math.isfinite(value)), None)
@@ -143,11 +143,11 @@ class LossWatch:
             return
         self.warned = True
         messages.warn(
-            f"{name} is {losses[name]} by step {step}, epoch {epoch}. Training continues, but a loss that is not "
-            "finite corrupts the weights and every checkpoint saved from then on. Check the data and the "
-            "learning rate. The LossGuard callback skips such batches or returns to a good checkpoint. "
-            "Trainer(detect_anomaly=True) stops at the first such loss, and names the operation if it arose in "
-            "backward."
+            f"{name} is {losses[name]} as of step {step}, epoch {epoch}. Training continues, but a loss that is not "
+            "finite corrupts the weights and every checkpoint saved from then on. Check the data and the learning "
+            "rate. The LossGuard callback skips such batches or returns to a good checkpoint. "
+            "Trainer(detect_anomaly=True) stops at the first such loss, and names the operation if the problem arose "
+            "in backward."
         )
 
 

@@ -1,4 +1,4 @@
-"""Learning rate schedulers: when each advances, and the value that it monitors."""
+"""Advance learning rate schedulers when they are due, with the values that they monitor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """A run's schedulers, sorted by interval once an epoch (callbacks may replace them)."""
+    """A run's schedulers, grouped by interval once per epoch, because callbacks may replace them."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -29,7 +29,10 @@ class Schedules:
         self.per_batch = bool(self.step or self.epoch)
 
     def after_batch(self) -> None:
-        """Advance the schedulers due after a batch: "step" ones if it stepped, "epoch" ones if it was the last."""
+        """Advance the schedulers that are due after a batch.
+
+        "step" schedulers advance if an optimizer stepped, and "epoch" schedulers after the last batch.
+        """
         state = self.run.state
         if state.stepped and self.step:
             self.advance(self.step, state.updates)
@@ -37,7 +40,7 @@ class Schedules:
             self.advance(self.epoch, state.epoch + 1)
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:
-        """Step each scheduler whose frequency divides ``count``, with the value it monitors."""
+        """Step each scheduler whose frequency divides ``count``, with its monitored value."""
         run, metrics = self.run, self.run.metrics
         if self.own:
             metrics.enter(phases.LR_SCHEDULER_STEP)
@@ -55,11 +58,12 @@ class Schedules:
             metrics.enter(phases.ON_TRAIN_EPOCH_END if run.state.epoch_done else phases.TRAIN_BATCH)
 
     def missing_monitor(self, config: SchedulerConfig) -> None:
-        """Raise (or warn, if not ``strict``) that a plateau scheduler's monitored value was not logged."""
+        """Report that a plateau scheduler's monitored value was not logged: raise if ``strict``, else warn."""
         logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
-            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
-            f"steps; logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
+            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which had not been logged when the "
+            f"scheduler was due. Logged so far: {logged}. Log it with self.log, choose another 'monitor', or set "
+            "'strict': False."
         )
         if config.strict:
             raise RuntimeError(text)

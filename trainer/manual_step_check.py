@@ -1,4 +1,4 @@
-"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
+"""Raise if the user's code steps the optimizer or runs backward when the trainer already does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..torch_private import takes_step_hooks
 if TYPE_CHECKING:
     from .run import Run
 
-#: Updates of a fit after which its optimizers are no longer watched.
+#: Number of updates after which a fit's optimizers are no longer watched.
 UPDATES = 8
 _SECOND_BACKWARD = "backward through the graph a second time"
 
 
 def stepped(module: Any) -> RuntimeError:
-    """The error for an optimizer that was stepped by hand."""
+    """Return the error for an optimizer that the user's code stepped."""
     owner = type(module).__name__
     return RuntimeError(
         f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
@@ -28,7 +28,7 @@ def stepped(module: Any) -> RuntimeError:
 
 
 def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> RuntimeError | None:
-    """A better error if backward failed because the loss's graph was freed; None for other errors."""
+    """Return a clearer error if backward failed because the loss's graph was freed; None for other errors."""
     if _SECOND_BACKWARD not in str(error):
         return None
     owner = type(module).__name__
@@ -40,13 +40,13 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
     if first_batch:
         return RuntimeError(by_hand)
     return RuntimeError(
-        f"The loss of {owner}.training_step depends on a tensor from an earlier batch, whose graph was freed: detach "
-        f"what you keep between batches (self.hidden = hidden.detach()). Or {by_hand}"
+        f"The loss of {owner}.training_step depends on a tensor from an earlier batch, whose graph was freed. Detach "
+        f"the tensors that you keep between batches (self.hidden = hidden.detach()). Or {by_hand}"
     )
 
 
 class HandSteps:
-    """Raises if the user's code steps an optimizer of the fit, during the first :data:`UPDATES` updates.
+    """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
     The wrapped optimizers that ``self.optimizers()`` returns always raise.
     """
@@ -57,11 +57,11 @@ class HandSteps:
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
-        """Watch an epoch's updates, if they are among the first."""
+        """Watch an epoch's updates if they are among the fit's first ones."""
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
-        managed, update = self.run.managed[0], getattr(step, step.UPDATE)
+        managed, update = self.run.joint, getattr(step, step.UPDATE)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # If an error ends a fit before its first updates, this hook stays on the optimizer.
@@ -83,7 +83,7 @@ class HandSteps:
         setattr(step, step.UPDATE, counted)
 
     def let_go(self) -> None:
-        """Stop watching until the next epoch, because code in between, such as a tuner, steps the optimizer itself."""
+        """Stop watching until the next epoch, because code in between, such as a tuner, may step the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""One logged name: its options, its last value, its sum over the epoch."""
+"""Records of logged names: their options, last values and reductions over the epoch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
-#: The most groups that a table keeps.
+#: Maximum number of groups in a table.
 MOST_GROUPS = 16
 
 
 class Options(NamedTuple):
-    """The arguments of ``self.log`` that may not change from call to call."""
+    """The arguments of ``self.log`` that must not change from call to call."""
 
     prog_bar: bool
     logger: bool | None
@@ -41,20 +41,20 @@ class Options(NamedTuple):
 
 
 class Record:
-    """The last value of a name. Subclasses add what they keep over the epoch.
+    """The last value logged under a name. Subclasses also reduce the values over the epoch.
 
     A value on the CPU is kept as a Python number, which is cheaper than detaching the tensor and safe from in-place
-    changes. A value on a device is copied there, so that nothing waits.
+    changes. A value on a device is copied on that device, so that nothing waits for it.
 
     Attributes:
-        fresh: updated since it was last sent to the loggers.
-        seen: updated since the epoch began.
-        shared: the epoch's value (across all processes if they share it), if it was computed since the last update.
-        alone: not shared, or no other process logs the name.
-        dtype: of the tensor that is monitored.
-        resumed: restored from a checkpoint, and not logged since.
-        hook: where it was logged first; empty if that was in another process.
-        together: processes share each step's value (:mod:`.shared_step_values`).
+        fresh: whether the value was updated since it was last sent to the loggers.
+        seen: whether the value was updated since the epoch began.
+        shared: the epoch's value (across all processes if they share it); None if an update has made it out of date.
+        alone: whether the value is not shared, or no other process logs the name.
+        dtype: the dtype of the tensor that callbacks monitor.
+        resumed: whether the record was restored from a checkpoint and has not been updated since.
+        hook: the hook that logged the name first; empty if that was in another process.
+        together: whether processes share each step's value (:mod:`.shared_step_values`).
     """
 
     reduction = "last"
@@ -79,11 +79,11 @@ class Record:
 
     @property
     def keys(self) -> tuple[str, str, str]:
-        """The names under which its values can be read."""
+        """The names under which the values can be read."""
         return self.key, self.step_key, self.epoch_key
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        """Handle one call of ``self.log``."""
+        """Handle one call to ``self.log``."""
         if self.graph:
             self.value = value if isinstance(value, Tensor) else number(self.key, value)
         elif isinstance(value, Tensor) and value.is_cpu and not value.ndim:
@@ -94,28 +94,28 @@ class Record:
         self.shared = None
 
     def step_value(self) -> Tensor | float | None:
-        """The last value: a number, or a scalar tensor on its device; None before the first."""
+        """The last value: a number, or a scalar tensor on its device; None before the first call."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         """The epoch's value: a number, or a scalar tensor on its device.
 
-        If it is shared, all processes must call this.
+        If the value is shared, all processes must call this.
         """
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Whether these options equal the restored ones (reductions by name, no process group)."""
+        """Return True if these options equal the restored ones, which name the reduction and have no process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
     @property
     def is_shared(self) -> bool:
-        """Whether the epoch's value is reduced over all processes, so that computing it needs all of them."""
+        """Whether the epoch's value is reduced across all processes, so that computing it needs all of them."""
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value, computed now unless it was computed since the last update."""
+        """Return the epoch's value, recomputed if the record was updated since the last call."""
         if self.shared is None:
             self.shared = self.compute(strategy)
         return self.shared
@@ -126,20 +126,20 @@ class Record:
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
-        """The state of the current epoch, except the last value."""
+        """Return the state of the current epoch, except the last value."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`dump`."""
+        """Restore the state from :meth:`dump`."""
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Add another process's :meth:`dump`."""
+        """Add the state from another process's :meth:`dump`."""
 
 
 class Table(dict[str, Record]):
-    """The records of one stage, moment and loader, by name.
+    """The records of one stage, one point in the run (such as a step or an epoch end) and one loader, by name.
 
-    ``groups`` has the records of each ``self.log_dict`` call, by names or by the ids of the collection and its metrics.
+    ``groups`` maps names, or the ids of a collection and its metrics, to the records of a ``self.log_dict`` call.
     """
 
     __slots__ = ("groups",)
@@ -148,16 +148,16 @@ class Table(dict[str, Record]):
         self.groups: dict[Any, Group] = {}
 
     def group(self, key: Any, group: Group) -> None:
-        """Keep a group; forget the earlier ones if there are too many, as when the names keep changing."""
+        """Store a group; drop all earlier groups if there are too many, for example because the names keep changing."""
         if len(self.groups) >= MOST_GROUPS:
             self.groups.clear()
         self.groups[key] = group
 
 
 class Group:
-    """The records of one call of ``self.log_dict``, so that later calls look nothing up by name.
+    """The records of one ``self.log_dict`` call, kept so that later calls do not look them up by name.
 
-    A call with other ``arguments`` makes another group. ``collection``: a ``MetricCollection``, or None for a dict.
+    A call with other ``arguments`` creates another group. ``collection``: a ``MetricCollection``, or None for a dict.
     """
 
     __slots__ = ("arguments", "collection", "records")
@@ -166,7 +166,7 @@ class Group:
         self.records, self.arguments, self.collection = records, arguments, collection
 
     def update(self, values: Mapping[str, Any], batch_size: int | None) -> None:
-        """Update all records; metrics keep their values themselves."""
+        """Update all records; metrics store their own values."""
         if self.collection is None:
             for record, value in zip(self.records, values.values(), strict=True):
                 record.update(value, batch_size)
@@ -177,7 +177,7 @@ class Group:
 
 
 class SumRecord(Record):
-    """Sum over the epoch, in float64 if the device has it, so that a million float32 terms lose no precision."""
+    """Sum over the epoch, in float64 if the device supports it, so that a million float32 terms lose no precision."""
 
     reduction = "sum"
     weighted = False
@@ -256,7 +256,7 @@ class MeanRecord(SumRecord):
 
 
 class ExtremeRecord(Record):
-    """Smallest or largest value of the epoch; NaN if one was NaN."""
+    """Smallest or largest value of the epoch; NaN if any value was NaN."""
 
     def __init__(self, *args: Any, reduction: str) -> None:
         super().__init__(*args)
@@ -280,7 +280,7 @@ class ExtremeRecord(Record):
     def compute(self, strategy: Strategy) -> Tensor | float:
         if self.alone or strategy.world_size == 1:
             return math.nan if self.extreme is None else self.extreme
-        none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch has no say
+        none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch does not count
         value = torch.as_tensor(none if self.extreme is None else self.extreme, dtype=self.dtype).to(strategy.device)
         return strategy.reduce(value, "min" if self.reduction == "min" else "max", self.options.sync_dist_group)
 
@@ -295,7 +295,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Take another process's extreme if it is the more extreme one."""
+        """Combine this process's extreme with another process's."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 
@@ -335,20 +335,20 @@ class MetricRecord(Record):
             value = strategy.compute_metric(self.metric)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
-                f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
-                "number. Log its parts by name with self.log_dict, or choose an average= that gives a scalar."
+                f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not a "
+                "single number. Log its parts by name with self.log_dict, or choose an average= that returns a scalar."
             )
         return value.detach().reshape(())
 
     def reset(self) -> None:
         super().reset()
-        with torch.inference_mode(False):  # states made in inference mode could not be updated outside of it
+        with torch.inference_mode(False):  # states created in inference mode could not be updated outside of it
             self.metric.reset()
 
 
 @contextmanager
 def not_synced(metric: Any) -> Iterator[None]:
-    """Let a torchmetrics ``Metric`` compute from what this process has."""
+    """Context manager that lets a torchmetrics ``Metric`` compute from this process's data only."""
     before, metric._to_sync = metric._to_sync, False
     try:
         yield
@@ -365,11 +365,11 @@ def make_record(
     dataloader_idx: int | None,
     weigh: Callable[[str], int],
 ) -> Record:
-    """Check the first ``self.log`` call with a name and make the matching record.
+    """Check the first ``self.log`` call with a name and create the matching record.
 
     Raises:
         TypeError: the name is not a string, or the value is not a number.
-        ValueError: a tensor of more than one element, contradictory flags, an unknown reduction.
+        ValueError: the tensor has more than one element, the flags contradict each other, or the reduction is unknown.
     """
     if not isinstance(name, str):
         raise TypeError(
@@ -404,12 +404,13 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
     on_epoch = not moment.on_step if options.on_epoch is None else options.on_epoch
     if on_step and not moment.step_allowed:
         raise ValueError(
-            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once per epoch. "
-            "Leave on_step out, or log it in a step."
+            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once per epoch. Leave out on_step, or "
+            "log the value in a step."
         )
     if not on_step and not on_epoch:
         raise ValueError(
-            f"self.log({name!r}, on_step=False, on_epoch=False) would discard the value. Set one of them to True."
+            f"self.log({name!r}, on_step=False, on_epoch=False) would discard the value. Set on_step or on_epoch to "
+            "True."
         )
     return on_step, on_epoch
 
@@ -432,33 +433,35 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         scalar(name, value)
         if value.is_complex():
-            raise TypeError(f"self.log({name!r}) got a complex tensor; a real number is needed. Log value.abs().")
+            raise TypeError(
+                f"self.log({name!r}) got a complex tensor, but a real number is needed. Log value.abs(), for example."
+            )
         integral = not value.is_floating_point()
     else:
         number(name, value)
         integral = isinstance(value, (int, bool))
     if integral:
-        to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # which would wait for a device
+        to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # float() would wait for a device
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to "
+            f"self.log({name!r}) got an integer, which is stored as {torch.get_default_dtype()}. Pass {to_float} to "
             "avoid this warning."
         )
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """Return ``value`` with shape (); raise an error that names it if it has more than one element."""
+    """Return ``value`` with shape (); raise an error with its name if it has more than one element."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
         raise ValueError(
-            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}; one number is needed. "
-            "Log value.mean(), or use self.log_dict with a name for each part."
+            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}, but a single number is needed. Log "
+            "value.mean(), or use self.log_dict with a name for each part."
         )
     return value.reshape(())
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise an error that names it if it is not a number."""
+    """Return ``value`` as a float; raise an error with its name if it is not a number."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -467,13 +470,13 @@ def number(name: str, value: Any) -> float:
     except (TypeError, ValueError):  # not a number: raised below
         pass
     raise TypeError(
-        f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "
-        "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
+        f"self.log({name!r}) got {describe(value)}, but a number, a tensor with one element or a torchmetrics Metric "
+        "is needed. For text, use the logger itself (self.logger.experiment); for several values, use self.log_dict."
     )
 
 
 def taken(name: str, value: Any) -> Tensor | float:
-    """The current value: a number or, if reading it would wait for a device, a copy there."""
+    """Return the current value: a number, or a copy on the device if reading it would wait for the device."""
     if type(value) is float:
         return value
     if not isinstance(value, Tensor):
@@ -484,7 +487,7 @@ def taken(name: str, value: Any) -> Tensor | float:
 
 
 def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A value for monitoring: a scalar tensor that may be used in training."""
+    """Return a value to monitor as a scalar tensor that may be used in training."""
     with torch.inference_mode(False):
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=dtype)
@@ -493,7 +496,7 @@ def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """A short description of a value for an error message."""
+    """Return a short description of a value for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -1,7 +1,8 @@
 """The store that ``self.log`` writes to.
 
-The first call with a name checks everything and makes a record; each further call is one dictionary lookup and one
-update of the record, on the value's device. Values leave the device together, once per flush, without waiting for it.
+The first call with a name checks everything and creates a record; each further call is one dictionary lookup and one
+update of the record, on the value's device. Values are copied from the device together, once per flush, without waiting
+for the device.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ if TYPE_CHECKING:
 
 Place = tuple[Moment, Table, int | None]
 Send = Callable[[dict[str, float], int], None]
-#: Loader, record and epoch value.
+#: Loader index, record and epoch value.
 Result = tuple[int | None, Record, Tensor | float]
 
 
 class MetricStore:
-    """All values logged in a run, by stage, moment and loader.
+    """All values logged in a run, by stage, point in the run and loader.
 
     Attributes:
         records: the table that ``self.log`` currently uses.
         batch: the current batch, whose size weights epoch means.
-        epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
-        steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
+        epoch_ended: whether the epoch's values can be computed (true in ``on_*_epoch_end``).
+        steps_in_evaluation: whether an evaluation step logs with ``on_step=True``, so that each of its batches is
+            flushed.
         sent: the values last sent to the loggers.
-        listener: gets what a step logs while it runs on a micro-batch.
-        losses: checks losses that have reached the host; None: no check.
+        listener: receives the values that a step logs while it runs on a micro-batch.
+        losses: checks losses that have reached the host; no check if None.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -67,14 +69,14 @@ class MetricStore:
         self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the methods that a profiler times with its ``around``."""
+        """Wrap the methods to be timed in a profiler's ``around``."""
         for name in ("flush_step", "send_epoch", "finish_epoch", "drain"):
             setattr(self, name, around(f"[Logging].{name}", getattr(self, name)))
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def enter(self, moment: Moment, dataloader_idx: int | None = None) -> Place:
-        """Set the moment that ``self.log`` belongs to; return the previous one, for :meth:`back`."""
+        """Set the point in the run that ``self.log`` is called from; return the previous one, for :meth:`back`."""
         before = (self._moment, self.records, self._dataloader_idx)
         self._moment = moment
         self.records = self._tables.setdefault((str(self.state.stage or ""), moment.name, dataloader_idx), Table())
@@ -82,11 +84,11 @@ class MetricStore:
         return before
 
     def back(self, place: Place) -> None:
-        """Return to the moment before :meth:`enter`."""
+        """Return to the point in the run before :meth:`enter`."""
         self._moment, self.records, self._dataloader_idx = place
 
     def define(self, name: str, value: Any, options: Options) -> Record:
-        """Check the first call with ``name`` in this moment, and make its record."""
+        """Check the first call with ``name`` at this point in the run, and create its record."""
         if self.listener is not None:
             return self.listener(name, value, options)
         known = self.records.get(name)
@@ -103,12 +105,12 @@ class MetricStore:
             hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
                 f"self.log({name!r}) was called in {hooks} with different arguments ({changed}), so it is not clear "
-                "how to reduce it. Use one set of arguments, or two names."
+                "how to reduce the values. Use the same arguments, or two names."
             )
         if self._moment.instead:
             raise RuntimeError(
-                f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
-                f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
+                f"self.log({name!r}) was called in {self._hook()}, where metrics cannot be logged. Log it in "
+                f"{self._moment.instead.format(stage=self._stage_word())} instead."
             )
         weigh, hook = self.weigher(self._moment), self._hook()
         record = make_record(name, value, options, self._moment, hook, self._dataloader_idx, weigh)
@@ -122,7 +124,7 @@ class MetricStore:
         return record
 
     def sharings(self) -> tuple[Sharing, Sharing]:
-        """Where processes share the current loader's step values: after the step, and after the batch's hooks."""
+        """Return the points where processes share step values: after the step, and after the end-of-batch hooks."""
         stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
         for after_hooks in (False, True):
@@ -134,18 +136,18 @@ class MetricStore:
         return self.sharings()[hook.endswith("_batch_end")]
 
     def _refuse_overwriting(self, name: str, record: Record) -> None:
-        """Raise if two loaders log under one key: the later value would replace the earlier one."""
+        """Raise if two loaders log under the same key, because the later value would replace the earlier one."""
         for (stage, moment, idx), table in self._tables.items():
             same_moment = stage == self.state.stage and moment == self._moment.name and idx != self._dataloader_idx
             if same_moment and name in table and table[name].key == record.key:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
-                    f"{self._dataloader_idx}; one value would replace the other. Leave add_dataloader_idx out, or "
+                    f"{self._dataloader_idx}, so one value would replace the other. Leave out add_dataloader_idx, or "
                     "use a name for each loader."
                 )
 
     def _weight(self, name: str) -> int:
-        """The batch's size, found once per batch."""
+        """Return the batch size, computed once per batch."""
         batch = self.batch
         if self._sized is not None:
             if self._sized[0] is batch:
@@ -164,18 +166,18 @@ class MetricStore:
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
                 f"The batch holds tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} was "
-                f"used as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to "
-                "be sure."
+                f"used as the batch size for the epoch mean of {name!r}. To set the batch size, pass "
+                f"self.log({name!r}, ..., batch_size=...)."
             )
         self._sized = (batch, size)
         return size
 
     @contextmanager
     def muted(self, module: nn.Module) -> Iterator[None]:
-        """Context in which neither logged values nor updates of the module's torchmetrics count.
+        """Context manager in which logged values and updates of the module's torchmetrics do not count.
 
-        For a batch that a process runs only because the others do. Names that are first logged here stay known, so that
-        all processes share the same names.
+        It is used for a batch that a process runs only because the other processes run one. Names that are first logged
+        here stay known, so that all processes have the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
@@ -186,7 +188,7 @@ class MetricStore:
         logged = dict(sharing.pending)
         forget()
         sharing.muted = True
-        sharing.pending.update(logged)  # needed for sharing with the other processes
+        sharing.pending.update(logged)  # needed to share values with the other processes
         for name in table.keys() - known:
             table[name].seen = True
         for metric, state, updates in states:
@@ -196,7 +198,7 @@ class MetricStore:
             metric._update_count = updates
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that forgets what is logged from now on, except in the states of torchmetrics."""
+        """Return a function that discards the values logged from now on, except in torchmetrics states."""
         table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
@@ -214,7 +216,7 @@ class MetricStore:
         return forget
 
     def _hook(self) -> str:
-        """The hook that logs, or a description of it if the stack does not show its name."""
+        """Return the name of the hook that is logging, or a description if the stack does not show the name."""
         return calling_hook() or self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
@@ -224,7 +226,7 @@ class MetricStore:
 
     @property
     def moment(self) -> Moment:
-        """The part of the run from which ``self.log`` is called now."""
+        """The point in the run from which ``self.log`` is currently called."""
         return self._moment
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -239,11 +241,11 @@ class MetricStore:
         return ((place[2], record) for place, record in self._records_of(stage))
 
     def known(self) -> Iterator[tuple[str, Record]]:
-        """Every record of the run, with its stage."""
+        """Yield every record of the run, with its stage."""
         return ((stage, record) for (stage, _, _), table in self._tables.items() for record in table.values())
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every value logged so far, by name: what callbacks monitor."""
+        """Return every value logged so far, by name, for callbacks to monitor."""
         found = dict(self._finished)
         for stage, record in self.known():
             if record.options.rank_zero_only or not record.seen:
@@ -260,7 +262,10 @@ class MetricStore:
         self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values logged with ``prog_bar=True``, as numbers. On an accelerator possibly one refresh old."""
+        """Return the values logged with ``prog_bar=True``, as numbers.
+
+        On an accelerator, they may be one refresh old.
+        """
         found: dict[str, Any] = {}
         for _, record in self._stage_records(self.state.stage):
             if record.options.prog_bar and record.on_step and (value := record.step_value()) is not None:
@@ -268,9 +273,9 @@ class MetricStore:
         return self._bar.read(found)
 
     def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
-        """Send the step values since the last flush to the loggers, at ``stage_step`` on the x axis.
+        """Send the step values logged since the last flush to the loggers, at ``stage_step`` on the x axis.
 
-        ``output`` is what ``training_step`` returned last, whose loss is checked.
+        ``output`` is the last output of ``training_step``; its loss is checked.
         """
         fresh: dict[str, Any] = {}
         for record in self.records.values():
@@ -296,7 +301,7 @@ class MetricStore:
         self.flush_step(step, self.state.epoch)
 
     def drain(self, wait: bool = True) -> None:
-        """Send the values that have reached the host to the loggers, in order; all of them if ``wait``."""
+        """Send the values that have reached the host to the loggers, in order. With ``wait``, wait for all values."""
         while self._copies and (wait or self._copies[0].ready()):
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
@@ -321,13 +326,13 @@ class MetricStore:
     def end_epoch(self) -> None:
         """Allow the epoch's values to be computed.
 
-        Shared ones are computed now, so that one process can read them alone.
+        Shared values are computed now, so that a single process can read them later.
         """
         self.epoch_ended = True
         self._share()
 
     def _share(self) -> None:
-        """Reduce what was logged since the last call across all processes; every process must call this."""
+        """Reduce the values logged since the last call across all processes; every process must call this."""
         if self.strategy.world_size == 1:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
@@ -341,19 +346,20 @@ class MetricStore:
         odd = sorted({records[name].key for name in pending if name not in common})
         if odd:
             messages.warn_once(
-                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
-                "the epoch's value is this rank's own. Log on every rank, or pass self.log(..., rank_zero_only=True)."
+                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so the "
+                "epoch's value is this rank's own. Log the value on every rank, or pass self.log(..., "
+                "rank_zero_only=True)."
             )
 
     def finish_epoch(self) -> list[Result]:
-        """Compute the stage's epoch values and reset. Returns (loader, record, value) for each."""
+        """Compute the stage's epoch values and reset the records. Returns a (loader, record, value) for each value."""
         self._share()
-        self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
+        self.progress_bar_metrics()  # the bar's last chance to read step values, which are reset next
         results: list[Result] = []
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
                 continue
-            trains = self.state.stage == "train"  # a step value of an evaluation is for the loggers only
+            trains = self.state.stage == "train"  # an evaluation's step values only go to the loggers
             if trains and record.on_step and (value := record.step_value()) is not None:
                 self._keep(record, record.step_key, value)
             if record.on_epoch:
@@ -376,7 +382,7 @@ class MetricStore:
             self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
 
     def send_epoch(self, results: list[Result], step: int, epoch: int) -> dict[str, float]:
-        """Bring epoch values to the host in one transfer, show them to the bar, send them to the loggers."""
+        """Copy epoch values to the host in one transfer, then pass them to the bar and the loggers."""
         self.drain()
         numbers = to_host({record.epoch_key: value for _, record, value in results})
         self._bar.keep({r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.options.prog_bar})
@@ -392,7 +398,7 @@ class MetricStore:
             self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
-        """Forget what the stage has logged (a sanity check's values are not a result)."""
+        """Discard everything that the stage has logged, because a sanity check's values are not results."""
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()
@@ -404,7 +410,7 @@ class MetricStore:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def running(self, stage: str) -> Iterator[tuple[str, int | None, str, Record]]:
-        """Moment, loader, name and record of everything that a stage has logged in the current epoch."""
+        """Yield the point in the run, loader, name and record of each value that a stage has logged in this epoch."""
         for (at, moment, idx), table in self._tables.items():
             if at == stage:
                 yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)
@@ -415,30 +421,30 @@ class MetricStore:
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """The function that returns the weight of values logged in a moment."""
+        """Return the function that computes the weight of values logged at a point in the run."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
-        """Finished values and counts of evaluation steps; :mod:`.running_metrics` has the current epoch."""
+        """Return finished values and evaluation step counts; :mod:`.running_metrics` handles the current epoch."""
         return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
     def finished(self) -> dict[str, Any]:
-        """What can be read after a run, for :meth:`take_over` in another process."""
+        """Return the values that can be read after a run, for :meth:`take_over` in another process."""
         return self.state_dict() | {"sent": self.sent, "bar": self.progress_bar_metrics()}
 
     def take_over(self, found: dict[str, Any]) -> None:
-        """Show what a run in another process logged; the values stay on the CPU."""
+        """Take over the values that a run in another process logged; they stay on the CPU."""
         self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
         self._bar.keep(found["bar"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state from :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
         self._eval_steps = dict(state["eval"])
 
 
 def _alike(name: str) -> int:
-    """The weight of a value that is logged once an epoch."""
+    """Return the weight of a value that is logged once per epoch."""
     return 1
 
 
@@ -451,12 +457,12 @@ def to_host(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _stacked(values: Iterable[Tensor]) -> Tensor:
-    """Stack scalar tensors of one device, in float64 if the device supports it."""
+    """Stack scalar tensors on the same device, in float64 if the device supports it."""
     return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
 
 
 class _HostCopy:
-    """A transfer of scalar values to the host: started at once, read when complete."""
+    """A transfer of scalar values to the host: started immediately and read once complete."""
 
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
         self.step, self.epoch = step, epoch
@@ -483,7 +489,7 @@ class _HostCopy:
 
 
 class _BarValues:
-    """The values that the progress bar shows: the last that have reached the host."""
+    """The values that the progress bar shows: the latest ones that have reached the host."""
 
     def __init__(self) -> None:
         self._shown: dict[str, float] = {}

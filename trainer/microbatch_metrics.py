@@ -1,7 +1,7 @@
 """``self.log`` under a strategy that runs a step on micro-batches: one value per batch, the same on every rank.
 
 The values of a batch's micro-batches are combined (means weighted by samples), sent from the rank that has them to all
-others, and logged there as if the step had run once on the whole batch.
+other ranks, and logged there as if the step had run once on the full batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Logged(NamedTuple):
-    """What was logged under a name in one batch, without its value."""
+    """How a name was logged in one batch: everything except the value."""
 
     name: str
     options: Options
@@ -31,25 +31,25 @@ class Logged(NamedTuple):
 
 
 class JoiningStep:
-    """Calls a step with micro-batches and keeps what it logs."""
+    """Calls a step on micro-batches and collects the values that it logs."""
 
     def __init__(self, step: Callable[..., Any], name: str, module: nn.Module, store: MetricStore) -> None:
         self.step, self.module, self.store = step, module, store
-        #: Whether every rank needs what the step returns.
+        #: Whether every rank needs the step's output.
         self.returns = name == "predict_step"
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; running it again replaces what it logged before."""
+        """Run the step on a micro-batch; running it again replaces the values logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
         if isinstance(output, Mapping) and output.get("num_items") is not None:
-            self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
+            self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are taken over items
         return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
-        """Return what was logged for the batch, combined over its micro-batches, with its values; then reset."""
+        """Return how each name was logged, and its value combined over the batch's micro-batches; then reset."""
         heard, self._heard = list(self._heard.values()), {}
         found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
         for batch, items, calls in heard:
@@ -68,15 +68,15 @@ class JoiningStep:
         value, options = first.value, first.options._replace(enable_graph=False)
         if options.sync_dist_group is not None:
             raise ValueError(
-                f"self.log({first.name!r}, sync_dist_group=...) in a step that runs on micro-batches: its values are "
-                "first sent to all processes of the pipeline. Leave sync_dist_group out."
+                f"self.log({first.name!r}, sync_dist_group=...) does not work in a step that runs on micro-batches, "
+                "because its values are first sent to all processes of the pipeline. Leave out sync_dist_group."
             )
         if isinstance(value, nn.Module):
             name = next((name for name, module in self.module.named_modules() if module is value), None)
             if name is None:
                 raise ValueError(
                     f"self.log({first.name!r}) got {messages.a(value)} that is not part of the module, so other "
-                    "processes of the pipeline do not know it. Make it an attribute in __init__."
+                    "processes of the pipeline do not know it. Assign it to an attribute in __init__."
                 )
             return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]
@@ -90,7 +90,7 @@ class JoiningStep:
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
 
     def _shown(self, metric: Any, options: Options) -> Any:
-        """A metric object's step value, from the last micro-batch; 0 if step values are not logged."""
+        """Return a metric object's step value, from the last micro-batch; 0 if step values are not logged."""
         on_step = self.store.moment.on_step if options.on_step is None else options.on_step
         if not on_step:
             return 0.0
@@ -100,7 +100,7 @@ class JoiningStep:
             return metric.compute()
 
     def put(self, logged: Sequence[Logged], values: Tensor) -> None:
-        """Log values of :meth:`take`, shape (n,), on this rank."""
+        """Log the values from :meth:`take`, of shape (n,), on this rank."""
         self._heard = {}
         store = self.store
         numbers: Sequence[Any] = values.tolist() if values.is_cpu else values.unbind()
@@ -109,7 +109,7 @@ class JoiningStep:
             what: Any = None
             if entry.metric is not None:
                 what = self.module.get_submodule(entry.metric)
-                what._forward_cache = torch.as_tensor(value)  # the batch's value, if it was logged on_step
+                what._forward_cache = torch.as_tensor(value)  # the batch's value, if step values are logged
             if record is None or record.options != entry.options:
                 example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
                 record = store.define(entry.name, example, entry.options)
@@ -117,7 +117,7 @@ class JoiningStep:
 
 
 class Heard:
-    """One call of ``self.log``, used instead of the record that it would update."""
+    """Receives one call to ``self.log``, in place of the record that the call would update."""
 
     def __init__(self, calls: list[Any], name: str, options: Options) -> None:
         self.calls, self.name, self.options = calls, name, options
@@ -125,7 +125,7 @@ class Heard:
         self.batch_size: int | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        """Keep what was logged."""
+        """Keep the value and its batch size."""
         self.value, self.batch_size = value, batch_size
         self.calls.append(self)
 
@@ -143,8 +143,8 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function; for each name it logs, ``listener`` returns the object to use instead of a record."""
-    before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
+    """Call a function; for each name that it logs, ``listener`` returns the object to use in place of a record."""
+    before, store.records = store.records, Table()  # empty, so that every self.log call requests its record
     store.listener = listener
     try:
         return function(*args)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LogOptions(TypedDict, total=False):
-    """The arguments of ``self.log`` that ``self.log_dict`` takes for all of its entries."""
+    """The arguments of ``self.log`` that ``self.log_dict`` applies to all of its entries."""
 
     prog_bar: bool
     logger: bool | None
@@ -51,7 +51,7 @@ class LogOptions(TypedDict, total=False):
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A ``torch.nn.Module`` that defines its own training step. Subclass it and pass it to ``Trainer.fit``.
 
-    Define ``training_step`` and ``configure_optimizers``, and the other steps and hooks that you need. A method counts
+    Define ``training_step`` and ``configure_optimizers``, and any other steps and hooks that you need. A method counts
     as defined if the class defines it or the instance has it (``module.training_step = f`` works); None means "not
     defined".
 
@@ -87,7 +87,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if any(map(is_in_parts, self.parameters())):
             raise TypeError(
-                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights into parts. "
+                f"{type(self).__name__} cannot be copied or pickled, because the strategy has sharded its weights. "
                 "Save it with trainer.save_checkpoint(path) and load it with load_from_checkpoint(path)."
             )
         return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", COMPILED_CALL)}
@@ -100,23 +100,26 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ``training_step(batch)`` and ``training_step(dataloader_iter)`` work too.
 
         Returns:
-            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weight micro-batches of
-            different sizes exactly, the number of items its mean is over under ``"num_items"``; None skips the batch.
+            The loss as a scalar tensor of shape (), a dict with the loss under ``"loss"``, or None to skip the batch.
+            To weight micro-batches of different sizes exactly, also return ``"num_items"`` in the dict: the number of
+            items that the loss is averaged over.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx)."
         )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch: ``validation_step(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step. Define it to validate.")
+        """Evaluate a batch: ``validation_step(batch, batch_idx)``, plus ``dataloader_idx`` with several loaders."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no validation_step. Define validation_step(self, batch, batch_idx)."
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like ``validation_step``, for ``Trainer.test``."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define it to test.")
+        """Evaluate a batch in ``Trainer.test``, like ``validation_step``."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Predict from a batch; ``self(batch)`` by default."""
+        """Return the predictions for a batch; by default, ``self(batch)``."""
         return self(batch)
 
     # ---- logging ---------------------------------------------------------------------------------------------------
@@ -138,31 +141,34 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number under a name: for the loggers, the bar and callbacks that monitor it.
+        """Log a number under a name, for the loggers, the progress bar and callbacks that monitor it.
 
-        Training steps keep the step's value; evaluation steps keep the epoch's mean, weighted by batch size.
+        By default, training steps log the step's value, and evaluation steps log the epoch's mean, weighted by batch
+        size.
 
         Args:
-            name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            name: the key. If both ``on_step`` and ``on_epoch`` are set, the keys are ``name_step`` and ``name_epoch``.
             value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
-                trainer). Tensors stay on their device, and nothing waits for it unless ``sync_dist=True``.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (the default).
-            on_step: keep the value of the step. None: True in training steps, else False.
-            on_epoch: reduce over the epoch. None: False in training steps, else True.
-            reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+                trainer). Tensors stay on their device, and nothing waits for the device unless ``sync_dist=True``.
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers (the default).
+            on_step: log the step's value. If None, True in training steps and False elsewhere.
+            on_epoch: log the reduction over the epoch. If None, False in training steps and True elsewhere.
+            reduce_fx: the reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
-            sync_dist: reduce across all processes. None: only epoch values, which then equal a one-process run's; True:
-                step values as well, by ``reduce_fx``, all together at the end of the batch; False: neither.
-            sync_dist_group: the process group to reduce over.
+            sync_dist: reduce across all processes. If None, only epoch values are reduced, and they equal those of a
+                one-process run. If True, step values are reduced too, by ``reduce_fx``, all together at the end of the
+                batch. If False, nothing is reduced.
+            sync_dist_group: the process group to reduce across.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
-            batch_size: weight of this value in an epoch mean. None: read from the batch.
-            metric_attribute: accepted for compatibility, not needed.
-            rank_zero_only: called on rank 0 only; such a value cannot be monitored.
+            batch_size: weight of this value in an epoch mean; read from the batch if None.
+            metric_attribute: accepted for compatibility; has no effect.
+            rank_zero_only: set to True if only rank 0 makes this call; such a value cannot be monitored.
 
         Raises:
-            ValueError: not a single number, contradictory flags, or different arguments than in the first call.
-            RuntimeError: this hook cannot log values.
+            ValueError: the value is not a single number, the flags contradict each other, or the arguments differ from
+                those of the first call.
+            RuntimeError: values cannot be logged in this hook.
         """
         store = self._metric_store
         if store is None:
@@ -209,7 +215,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
         own = overridden(self, "log", TrainingModule) is not None
-        if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
+        if table is not None and not own and all(name in table for name, _ in items):  # not in micro-batches
             records = [table[name] for name, _ in items]
             if collection is None or not any(record.together for record in records):
                 table.group(key, Group(records, kwargs, collection))
@@ -223,7 +229,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""
         if self._trainer is None:
-            print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+            print(*args, **kwargs)  # noqa: T201 - printing is what the caller asked for
         else:
             self._trainer.print(*args, **kwargs)
 
@@ -240,12 +246,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     # ---- optimization ----------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizers and schedulers.
+        """Return the optimizers and learning rate schedulers.
 
         Returns:
-            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list
-            of such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
-            "step"), frequency, monitor, strict, name``; or None.
+            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list of
+            such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
+            "step"), frequency, monitor, strict, name``; or None. If there are several optimizers, each trains its own
+            parameters, and automatic optimization steps all of them in each update.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
@@ -262,7 +269,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> ManagedOptimizer | Optimizer | list[ManagedOptimizer] | list[Optimizer]: ...
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or a list if there are several.
+        """Return the optimizer, or a list if there are several.
 
         Args:
             use_pl_optimizer: if True, return the trainer's wrapped optimizers, which handle precision and step
@@ -273,12 +280,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, a list if there are several, or None."""
+        """Return the scheduler, a list if there are several, or None if there are none."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return (found[0] if len(found) == 1 else found) if found else None
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on the loss, a scalar, scaled for fp16. Override to pass ``retain_graph`` and the like."""
+        """Run backward on the scalar loss, which is scaled under fp16.
+
+        Override this to pass ``retain_graph``, for example.
+        """
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -287,7 +297,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         if self.automatic_optimization:
             raise RuntimeError(
                 f"{type(self).__name__} called self.manual_backward, but the trainer runs backward itself. Set "
-                "self.automatic_optimization = False in __init__ to do it by hand, or return the loss instead."
+                "self.automatic_optimization = False in __init__ to call it yourself, or return the loss instead."
             )
         for hook in trainer.current_run.hooks.on_before_backward:
             hook(loss)
@@ -303,17 +313,21 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer: ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """One optimizer step in automatic optimization. Override to skip steps; run the closure either way."""
+        """Run one optimizer step in automatic optimization. Override this to skip steps, but always run the closure.
+
+        If there are several optimizers, ``optimizer`` represents all of them and lists them in
+        ``optimizer.optimizers``, here and in the other methods and hooks of a step.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear the gradients, right after the step that used them."""
+        """Clear the gradients. Called right after the optimizer step that used them."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None.
 
-        A ``OneCycleLR`` that has finished (also inside another schedule) keeps its last learning rate, with a warning.
+        A ``OneCycleLR`` that has finished (even inside another schedule) keeps its last learning rate and warns.
         """
         if metric is not None:
             scheduler.step(metric)
@@ -328,7 +342,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
-        """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
+        """Clip the gradients before a step, with the Trainer's settings. Override this to use your own rule."""
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
@@ -343,20 +357,19 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         Args:
             optimizer: the optimizer that steps the parameters.
-            gradient_clip_val: the largest norm or value; None: do nothing.
+            gradient_clip_val: the maximum norm or value; if None, nothing is clipped.
             gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
         """
         if gradient_clip_val is None:
             return
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise ValueError(messages.unknown("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")))
-        strategy = self.trainer.strategy
         raw = getattr(optimizer, "optimizer", optimizer)
-        strategy.unscale_gradients(raw)
-        strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.current_run.unscale_gradients(raw)
+        self.trainer.strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
+        """Let only this optimizer's parameters require gradients (for manual optimization with several optimizers)."""
         raw = getattr(optimizer, "optimizer", optimizer)
         mine = set(parameters_of(raw))
         others = {p for one in self.trainer.optimizers for p in parameters_of(one)} - mine
@@ -377,7 +390,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """:meth:`toggle_optimizer` as a context."""
+        """Context manager form of :meth:`toggle_optimizer`."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -400,7 +413,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module; a RuntimeError if none does."""
+        """The trainer that runs this module. Raises RuntimeError if there is none."""
         if self._trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. Use self.trainer only in a hook or step that a "
@@ -414,7 +427,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self._tie(dict.fromkeys(self._family(), (trainer, store)))
 
     def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:
-        """This module and the TrainingModules in it, with the trainer and store of each."""
+        """Return this module and the TrainingModules in it, with the trainer and metric store of each."""
         return {m: (m._trainer, m._metric_store) for m in self.modules() if isinstance(m, TrainingModule)}
 
     @staticmethod
@@ -433,12 +446,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """The trainer's optimizer steps; 0 without a trainer."""
+        """The trainer's number of optimizer steps; 0 without a trainer."""
         return self._trainer.global_step if self._trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all; 0 without a trainer."""
+        """This process's rank among all processes; 0 without a trainer."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
@@ -448,9 +461,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; without parameters the trainer's device; without a trainer the CPU."""
+        """The device of the parameters; if there are none, the trainer's device, or the CPU without a trainer."""
         for tensor in self.parameters():
-            if not tensor.is_meta or self._trainer is None:  # in a pipeline, other processes hold some
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline, others may hold it
                 return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 
@@ -468,12 +481,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension (not added with a single process)."""
+        """Stack tensors from all processes along a new first dimension, which is only added if there are several."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint's names must match the module's; setting None means yes."""
+        """Whether the names in a checkpoint must match the module's; setting this property to None means True."""
         return self._strict_loading is not False
 
     @strict_loading.setter
@@ -498,8 +511,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             checkpoint_path: a Paceline checkpoint, or a Lightning ``.ckpt``.
             map_location: where to put the tensors; CPU by default.
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
-            strict: all keys must match; None: the module's ``strict_loading``.
-            weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
+            strict: whether all keys must match; the module's ``strict_loading`` if None.
+            weights_only: if False, also load hyperparameters that are objects, which can run code that the file
+                specifies.
             **kwargs: constructor arguments; they override the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
@@ -511,9 +525,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Export ``forward`` to ONNX.
 
         Args:
-            file_path: where to write.
+            file_path: the file to write.
             input_sample: example arguments of ``forward``; ``example_input_array`` if None.
-            **kwargs: for ``torch.onnx.export``.
+            **kwargs: passed to ``torch.onnx.export``.
         """
         for package in ("onnx", "onnxscript"):
             if not messages.is_installed(package):
@@ -526,7 +540,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             )
         arguments = move(sample if isinstance(sample, tuple) else (sample,), self.device)
         family, modes = self._family(), [(module, module.training) for module in self.modules()]
-        self.trainer = None  # the exporter walks the attributes
+        self.trainer = None  # the exporter visits all attributes
         try:
             self.eval()
             return torch.onnx.export(self, arguments, file_path, **kwargs)  # type: ignore[arg-type]

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks:
-    """Hooks that a module can define to act during its run. They run when a callback's hooks run, with the same rights.
+    """Hooks that a module can define. They run at the same points as a callback's hooks and may do the same things.
 
-    Each runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
+    Each hook runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
 
     #: Whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
@@ -28,19 +28,19 @@ class ModuleHooks:
     # ---- set up ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or unpack, once per node (local rank 0).
+        """Download or unpack the data, once per node (on local rank 0).
 
-        Must not set attributes: other ranks would not have them.
+        It must not set attributes, because other ranks would not have them.
         """
 
     def setup(self, stage: str) -> None:
-        """When an entry point begins, named by ``stage`` (``"fit"``, ``"validate"``, ...). May build layers."""
+        """Called when the entry point ``stage`` (``"fit"``, ``"validate"``, ...) begins. Layers can be built here."""
 
     def teardown(self, stage: str) -> None:
-        """Last of all, also after an exception."""
+        """Called at the very end of a run, even after an exception."""
 
     def configure_model(self) -> None:
-        """Build or shard large layers here. Runs at every entry point, so it must not build twice."""
+        """Build or shard large layers here. Runs at every entry point, so it must not build them twice."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""
@@ -49,99 +49,99 @@ class ModuleHooks:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Once per fit, when the module is on its device and the optimizers exist."""
+        """Called once per fit, when the module is on its device and the optimizers exist."""
 
     def on_fit_end(self) -> None:
-        """Once per fit, after ``on_train_end``."""
+        """Called once per fit, after ``on_train_end``."""
 
     def on_train_start(self) -> None:
-        """Before the first epoch of a fit."""
+        """Called before the first epoch of a fit."""
 
     def on_train_end(self) -> None:
-        """After the last epoch of a fit."""
+        """Called after the last epoch of a fit."""
 
     def on_train_epoch_start(self) -> None:
-        """Before each epoch."""
+        """Called before each epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """After each epoch. May log."""
+        """Called after each epoch. Values can be logged here."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before each training batch; -1 skips the rest of the epoch."""
+        """Called before each training batch; returning -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """After each training batch, including its update. ``outputs["loss"]``: detached scalar, shape ()."""
+        """Called after each training batch and its update. ``outputs["loss"]`` is a detached scalar of shape ()."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before each backward. ``loss``: scalar, shape (), divided by the accumulation, unscaled."""
+        """Called before each backward pass. ``loss``, of shape (), is divided by the accumulation and unscaled."""
 
     def on_after_backward(self) -> None:
-        """After each backward. Gradients may be scaled, sharded, and not yet averaged over ranks."""
+        """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before each optimizer step and before clipping. Gradients are unscaled, complete and averaged."""
+        """Called before each optimizer step and before clipping. Gradients are unscaled, complete and averaged."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """After each optimizer step, before its gradients are cleared."""
+        """Called after each optimizer step, before its gradients are cleared."""
 
     def on_validation_start(self) -> None:
-        """When a validation starts."""
+        """Called when validation starts."""
 
     def on_validation_end(self) -> None:
-        """When a validation has ended."""
+        """Called when validation has ended."""
 
     def on_validation_epoch_start(self) -> None:
-        """Before the first validation batch."""
+        """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After the last validation batch. May log."""
+        """Called after the last validation batch. Values can be logged here."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each validation batch."""
+        """Called before each validation batch."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each validation batch."""
+        """Called after each validation batch."""
 
     def on_test_start(self) -> None:
-        """When a test starts."""
+        """Called when testing starts."""
 
     def on_test_end(self) -> None:
-        """When a test has ended."""
+        """Called when testing has ended."""
 
     def on_test_epoch_start(self) -> None:
-        """Before the first test batch."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last test batch. May log."""
+        """Called after the last test batch. Values can be logged here."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each test batch."""
+        """Called before each test batch."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each test batch."""
+        """Called after each test batch."""
 
     def on_predict_start(self) -> None:
-        """When a prediction starts."""
+        """Called when prediction starts."""
 
     def on_predict_end(self) -> None:
-        """When a prediction has ended."""
+        """Called when prediction has ended."""
 
     def on_predict_epoch_start(self) -> None:
-        """Before the first batch to predict."""
+        """Called before the first prediction batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """After the last batch to predict."""
+        """Called after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each batch to predict."""
+        """Called before each prediction batch."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """After each predicted batch."""
+        """Called after each prediction batch."""
 
     # ---- train and eval mode ---------------------------------------------------------------------------------------
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before a validation inside a fit. Gradients are cleared already, so there is nothing to do by default."""
+        """Called before validation inside a fit. Does nothing by default, because the gradients are already cleared."""
 
     def on_validation_model_eval(self: Any) -> None:
         """Put the module into eval mode for validation, test or predict; remember the mode of every submodule."""
@@ -160,27 +160,27 @@ class ModuleHooks:
     # ---- data ------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
-        """Return the training loader: a DataLoader, any iterable over batches, or a collection of them."""
+        """Return the training loader: a DataLoader, any iterable of batches, or a collection of loaders."""
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader or a list of them."""
+        """Return the validation loader or a list of loaders."""
 
     def test_dataloader(self) -> Any:
-        """Return the test loader or a list of them."""
+        """Return the test loader or a list of loaders."""
 
     def predict_dataloader(self) -> Any:
-        """Return the loader to predict from or a list of them."""
+        """Return the prediction loader or a list of loaders."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the host, before it moves; return it."""
+        """Change a batch on the host, before it is moved, and return it."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch whose type Paceline does not know; return it."""
+        """Move a batch to the device and return it. Override this for batch types that Paceline does not know."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device; return it."""
+        """Change a batch on the device, and return it."""
         return batch
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -189,4 +189,4 @@ class ModuleHooks:
         """Add plain data and tensors to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read, or correct, a checkpoint before the module's weights are loaded from it."""
+        """Read or modify a checkpoint before the module's weights are loaded from it."""

@@ -1,8 +1,8 @@
-"""Run in processes that are started for the purpose, and bring the result back to this process.
+"""Run an entry point in separately started processes, and bring the result back to this process.
 
-Afterwards everything works as after a run in this process. The user's objects stay the same ones: the Trainer, the
-module and its parameters, callbacks and loggers get the values that they have on rank 0. What cannot be pickled (an
-open file, a live display) stays behind.
+Afterwards, everything works as it does after a run in this process. The user's objects are updated in place: the
+Trainer, the module and its parameters, callbacks and loggers get the values that they have on rank 0. Objects that
+cannot be pickled (an open file, a live display) are left behind.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 _OF_ITS_PROCESS = frozenset({"strategy", "loggers", "callbacks", "profiler", "brought_callbacks", "current_run"})
 #: Attributes of a run that this process takes over unchanged.
 _OF_A_RUN = ("predictions", "predict_batch_indices", "ckpt_path", "newest", "resumes", "saves", "shared_log_dir")
-#: Attributes of a module that are torch's, or attach it to its run.
+#: Attributes of a module that belong to torch, or that attach the module to its run.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", COMPILED_CALL}
 
 
 def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
-    """Run a request in the processes that ``launcher`` starts; return what it returned on their rank 0."""
+    """Run a request in the processes that ``launcher`` starts; return rank 0's result."""
     with _fit_put_aside(trainer.current_run):
         report = launcher(_run_and_report, trainer, request, random_states())
     trainer.current_run = Run(trainer, request, trainer.current_run)
@@ -55,7 +55,7 @@ def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Re
 
 @contextmanager
 def _fit_put_aside(run: Run) -> Iterator[None]:
-    """Keep optimizers and schedulers of the previous fit out of the new processes."""
+    """Context manager that keeps the previous fit's optimizers and schedulers out of the new processes."""
     optimizers, configs, left = run.optimizers, run.lr_scheduler_configs, run.left
     run.optimizers, run.lr_scheduler_configs, run.left = [], [], None
     try:
@@ -68,7 +68,7 @@ def _fit_put_aside(run: Run) -> Iterator[None]:
 
 
 def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
-    """Run a request in a started process, which continues from the ``random`` states. Rank 0 returns a report."""
+    """Run a request in a started process, continuing from the ``random`` states. Rank 0 returns a report."""
     set_random_states(random)
     sent = {name for name, _ in find_module(trainer.current_run, request)[0].named_modules()}
     run = trainer.current_run = Run(trainer, request, trainer.current_run)
@@ -86,7 +86,7 @@ def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) 
 
 
 def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
-    """The layers that the run added and that can be pickled, by name in the module."""
+    """Pickle the layers that the run added, by name; layers that cannot be pickled are left out."""
     added = {name: part for name, part in module.named_modules() if name not in sent}
     first = {name: part for name, part in added.items() if name.rpartition(".")[0] in sent}
     packed = {name: _try(part, {}, _WriterOfLayers) for name, part in first.items()}
@@ -94,7 +94,7 @@ def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
 
 
 def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
-    """Pickle the optimizers and schedulers; return a string that says why if they cannot be pickled."""
+    """Pickle the optimizers and schedulers; if they cannot be pickled, return a string that says why."""
     training = {"optimizers": run.optimizers, "schedulers": run.lr_scheduler_configs, "states": states}
     try:
         return _pickled(training, _anchors(run), _WriterOfTraining)
@@ -131,7 +131,7 @@ def _state(owner: Any) -> dict[str, Any]:
 
 
 def _temporary_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a ``state_dict`` leaves out."""
+    """Return copies of the buffers that ``state_dict`` leaves out."""
     saved = module.state_dict(keep_vars=True)
     found = {name: buffer for name, buffer in module.named_buffers() if name not in saved and type(buffer) is Tensor}
     return {name: buffer.detach().clone() for name, buffer in found.items()}
@@ -141,7 +141,7 @@ def _temporary_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _take_over(run: Run, request: Request, report: bytes) -> Any:
-    """Bring the Trainer and its objects to the state after the run; return the run's result."""
+    """Update the Trainer and its objects to their state after the run; return the run's result."""
     found = pickle.loads(report)
     module, _ = find_module(run, request)
     tie(run, request, module)
@@ -160,7 +160,7 @@ def _take_over(run: Run, request: Request, report: bytes) -> Any:
 
 
 def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> None:
-    """Add the layers that ``configure_model`` or ``setup`` made in the run."""
+    """Add the layers that ``configure_model`` or ``setup`` created during the run."""
     configure_model = overridden(module, "configure_model", TrainingModule)
     if configure_model is not None:
         with run.strategy.precision.init_context(torch.device("cpu")):
@@ -173,16 +173,16 @@ def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> Non
 
 
 def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
-    """Load the weights, unsharded under every strategy; return what does not match."""
+    """Load the weights, which are unsharded under every strategy; return a description of what does not match."""
     result = module.load_state_dict(weights, strict=False)
     odd = sorted({*result.missing_keys, *result.unexpected_keys})
     if not odd:
         return ""
     which = f"{messages.names(odd[:10], 'and')}{' ...' if odd[10:] else ''}"
     messages.warn(
-        f"The processes that ran {type(module).__name__} changed its layers in a way that could not be brought back: "
-        f"{which}. The other weights were brought back. Create layers in __init__ or configure_model, from classes "
-        "that are defined at the top level of a file."
+        f"The processes that ran {type(module).__name__} changed its layers in a way that could not be transferred to "
+        f"this process: {which}. All other weights were transferred. Create layers in __init__ or configure_model, "
+        "from classes that are defined at the top level of a file."
     )
     return f"the layers differ: {which}"
 
@@ -229,7 +229,7 @@ def _take_rest(run: Run, rest: dict[str, Any]) -> None:
 
 
 def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
-    """Objects that both processes have, which a report refers to by name."""
+    """Return the objects that both processes have, which a report refers to by name."""
     module = run.module
     found = {"trainer": run.trainer, "run": run, "state": run.state, "strategy": run.strategy}
     found |= {"profiler": run.trainer.profiler, "datamodule": run.datamodule}
@@ -244,7 +244,7 @@ def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
 
 
 def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
-    """Name objects by class and number within the class: a run may have added some in between."""
+    """Name objects by class and number within the class, because a run may have added some in between."""
     seen: Counter[str] = Counter()
     found = {}
     for one in objects:
@@ -257,7 +257,7 @@ def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
 def _portable(
     attributes: dict[str, Any], anchors: dict[str, Any], left_out: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """The attributes that can be brought to another process."""
+    """Return the attributes that can be transferred to another process."""
     found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(FSDP_ATTRIBUTES)}
     if _try(found, anchors) is not None:
         return found
@@ -272,7 +272,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles objects that both processes have as names, and tensors as CPU tensors without their graph."""
+    """Pickles objects that both processes have by name, and tensors as CPU tensors without their graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
@@ -325,12 +325,12 @@ def _can_be_imported(function: FunctionType) -> bool:
 
 
 def _left_behind(name: str) -> Callable[..., Any]:
-    """Return a stand-in for a function that could not be brought here; it raises when called."""
+    """Return a stand-in for a function that could not be transferred; it raises when called."""
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{name} stayed in the processes that trained: a lambda, or a function defined inside another one, cannot "
-            "be pickled. Define it at the top level of a file to call it here."
+            f"{name} stayed in the training processes, because a lambda, or a function defined inside another "
+            "function, cannot be pickled. Define it at the top level of a file to call it here."
         )
 
     return missing

@@ -1,4 +1,4 @@
-"""Every accepted form of ``configure_optimizers()``, the error for all others, and the managed optimizer."""
+"""Convert the accepted forms of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from .. import messages
 from ..callbacks.early_stopping import check_direction
+from .joint_optimizer import check_together
 from .manual_step_check import stepped as stepped_by_hand
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMS = (
     "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict {'optimizer': ..., 'lr_scheduler': "
-    "...}; a list of such dicts; or None for a module without optimizer"
+    "...}; a list of such dicts; or None for a module without an optimizer"
 )
 
 
@@ -31,13 +32,13 @@ class SchedulerConfig:
     """A scheduler and when it advances.
 
     Attributes:
-        scheduler: anything with ``step()``.
+        scheduler: any object with a ``step()`` method.
         interval: ``"epoch"`` or ``"step"`` (an optimizer update).
-        frequency: number of intervals from one advance to the next.
-        monitor: the logged name a plateau scheduler looks at.
-        strict: raise, rather than warn, when ``monitor`` was not logged.
-        name: what ``LearningRateMonitor`` calls it.
-        reduce_on_plateau: pass the monitored value to ``step``.
+        frequency: number of intervals between advances.
+        monitor: the logged name that a plateau scheduler monitors.
+        strict: whether to raise, rather than warn, if ``monitor`` was not logged.
+        name: the name under which ``LearningRateMonitor`` logs the learning rate.
+        reduce_on_plateau: whether to pass the monitored value to ``step``.
     """
 
     scheduler: Any
@@ -50,30 +51,31 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """Returned by ``self.optimizers()``: its ``step`` goes through precision and strategy and is counted.
+    """An optimizer as ``self.optimizers()`` returns it; ``step`` uses the precision and strategy, and is counted.
 
-    Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
+    Everything else (``param_groups``, ``state``, ``zero_grad``) is that of the original optimizer, which is available
+    as ``.optimizer``.
 
     Attributes:
-        stepped_at: ``trainer.state.batches`` at its last step: older gradients have been used.
+        stepped_at: ``trainer.state.batches`` at this optimizer's last step, which used all gradients up to then.
         expected: under automatic optimization, whether the module's ``optimizer_step`` is running.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
         self.optimizer = optimizer
-        self._run: Run = run  # type: ignore[assignment] - None if no run has made it
+        self._run: Run = run  # type: ignore[assignment] - None if no run created it
         self.stepped_at = -1
         self.expected = False
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
+        """Run one optimizer step. Returns False if fp16 found an overflow and left the weights unchanged.
 
         Args:
             closure: for optimizers that evaluate the loss themselves.
-            **arguments: further ones of the optimizer's ``step``.
+            **arguments: further arguments of the optimizer's ``step``.
 
         Raises:
-            RuntimeError: automatic optimization already steps it.
+            RuntimeError: automatic optimization already steps this optimizer.
         """
         if self._run is None:
             return self.optimizer.step(closure, **arguments)
@@ -117,7 +119,7 @@ class ManagedOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Context in which only this optimizer's parameters require gradients.
+        """Context manager in which only this optimizer's parameters require gradients.
 
         Args:
             sync_grad: if False, backward passes inside the context do not synchronize gradients, which accumulate
@@ -136,7 +138,7 @@ class ManagedOptimizer:
 
     @property
     def __class__(self) -> type:  # type: ignore[override] - it cannot be set
-        """The class of the optimizer inside, so that ``isinstance`` and schedulers take this for one."""
+        """The class of the wrapped optimizer, so that ``isinstance`` and schedulers accept this object."""
         return type(self.optimizer) if "optimizer" in self.__dict__ else type(self)
 
     @property
@@ -150,7 +152,7 @@ class ManagedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters in groups, with the settings of each."""
+        """The parameter groups, with their settings."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -159,7 +161,7 @@ class ManagedOptimizer:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of groups that have none of their own."""
+        """The default settings of parameter groups."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -180,7 +182,7 @@ class ManagedOptimizer:
 
 @contextmanager
 def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Pass further arguments to ``optimizer.step``, which strategy and precision call."""
+    """Context manager that passes further arguments to ``optimizer.step``, which strategy and precision call."""
     step = vars(optimizer).get("step")
     optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
     try:
@@ -199,22 +201,24 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer, and the trainer changes no weights. Return "
-            "the optimizer if weights should change."
+            f"{owner} returned {shown}, so fit runs without an optimizer and the trainer does not change any weights. "
+            "Return an optimizer if weights should change."
         )
-    if module.automatic_optimization and len(optimizers) > 1:
-        raise RuntimeError(
-            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps only one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or merge them into one "
-            "with param groups."
-        )
+    if module.automatic_optimization:
+        check_together(module, optimizers, f"{owner} returned")
+        if len(optimizers) > 1 and any(isinstance(one, Mapping) and "frequency" in one for one in given or ()):
+            raise ValueError(
+                f"{owner} returned the key 'frequency' with an optimizer, but automatic optimization steps all "
+                "optimizers in each update. Leave out 'frequency', or set self.automatic_optimization = False in "
+                "__init__ and step the optimizers in training_step."
+            )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
         of = getattr(config.scheduler, "optimizer", None)
         if of is not None and not any(of is optimizer for optimizer in optimizers):
             raise ValueError(
-                f"{owner} returned a {type(config.scheduler).__name__} for an optimizer that it did not return, so the "
-                "learning rate in use would never change. Build the scheduler on the returned optimizer."
+                f"{owner} returned a {type(config.scheduler).__name__} for an optimizer that it did not return, so "
+                "the learning rate in use would never change. Create the scheduler for the returned optimizer."
             )
     return optimizers, configs
 
@@ -251,7 +255,9 @@ def _from_dicts(dicts: Sequence[Mapping[str, Any]], owner: str) -> tuple[list[Op
             if key not in known:
                 raise ValueError(messages.unknown(f"key in the dict that {owner} returned:", key, known))
         if "optimizer" not in one:
-            raise ValueError(f"{owner} returned a dict with the keys {sorted(one)} and no 'optimizer'. Return {FORMS}.")
+            raise ValueError(
+                f"{owner} returned a dict with the keys {sorted(one)} but without 'optimizer'. Return {FORMS}."
+            )
         optimizers.append(one["optimizer"])
         scheduler = one.get("lr_scheduler")
         if scheduler is not None:
@@ -270,19 +276,19 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     scheduler = settings.get("scheduler")
     if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
-            f"{owner} returned {type(scheduler).__name__} as a scheduler; it has no step(). Return a "
+            f"{owner} returned {type(scheduler).__name__} as a scheduler, but it has no step(). Return a "
             "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
         )
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(
-            f"{owner} sets {messages.names(unused, 'and')} of a scheduler, which has no effect under manual "
-            "optimization. Call step() of self.lr_schedulers() in a hook or step of yours."
+            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, which has no effect under manual "
+            "optimization. Call step() on self.lr_schedulers() in a hook or step of your own."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"
         messages.info_once(
-            f"{type(scheduler).__name__} advances every optimizer step, so interval='step' is used. Return "
+            f"{type(scheduler).__name__} advances at every optimizer step, so interval='step' is used. Return "
             "{'scheduler': ..., 'interval': 'epoch'} to advance it once per epoch instead."
         )
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))

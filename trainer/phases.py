@@ -1,4 +1,4 @@
-"""The moments of a run that ``self.log`` distinguishes; the loop enters them, a few times per epoch."""
+"""The points in a run that ``self.log`` distinguishes; the loop enters each a few times per epoch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ class Moment:
     """A part of a run in which ``self.log`` follows the same rules.
 
     Args:
-        name: the hook or step, as the user knows it.
+        name: the hook or step, as users know it.
         on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
         step_allowed: whether ``on_step=True`` is allowed.
-        instead: where to log instead if logging is not possible here, else empty.
+        instead: where to log instead if logging is not possible here; empty otherwise.
     """
 
     __slots__ = ("instead", "name", "on_step", "step_allowed")
@@ -40,4 +40,4 @@ LR_SCHEDULER_STEP = Moment("lr_scheduler_step", instead="training_step (or use t
 BATCH_TRANSFER = Moment("a batch-transfer hook", instead="the step that gets the batch")
 ON_TRAIN_END = Moment("on_train_end, on_fit_end or teardown", instead="on_train_epoch_end")
 ON_EVAL_END = Moment("on_{stage}_end", instead="on_{stage}_epoch_end")
-PREDICT = Moment("predict, which has no metrics", instead="validation_step or test_step")
+PREDICT = Moment("predict", instead="validation_step or test_step")

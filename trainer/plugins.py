@@ -1,4 +1,4 @@
-"""The objects of ``Trainer(plugins=...)``, sorted by what they replace."""
+"""Sort the objects of ``Trainer(plugins=...)`` by the part that they replace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Plugin = Precision | CheckpointIO | ClusterEnvironment | TorchSyncBatchNorm
 
 @dataclass
 class Plugins:
-    """The given plugins, by what they replace.
+    """The given plugins, by the part that they replace.
 
     Attributes:
-        precision: the Precision; None if there is none.
-        checkpoint_io: what writes and reads checkpoints; None if there is none.
-        environment: how the launcher tells a process its rank; None: detected.
-        sync_batchnorm: whether batch norms see the batches of all processes.
+        precision: the Precision, or None.
+        checkpoint_io: the object that writes and reads checkpoints, or None.
+        environment: how the launcher tells a process its rank; detected if None.
+        sync_batchnorm: whether BatchNorm uses the batches of all processes.
     """
 
     precision: Precision | None = None
@@ -33,10 +33,10 @@ class Plugins:
 
 
 def sort_plugins(given: Any) -> Plugins:
-    """Find out what each object replaces.
+    """Sort plugins by the part that each one replaces.
 
     Raises:
-        TypeError: an object replaces nothing.
+        TypeError: an object is not a plugin.
         ValueError: two objects replace the same part.
     """
     plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, TorchSyncBatchNorm)
@@ -58,7 +58,7 @@ def sort_plugins(given: Any) -> Plugins:
         else:
             raise TypeError(
                 f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a "
-                "ClusterEnvironment or a TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy "
-                "object), logger= and callbacks=."
+                "ClusterEnvironment or a TorchSyncBatchNorm; to replace other parts, use strategy= (with a Strategy "
+                "object), logger= or callbacks=."
             )
     return plugins

@@ -1,4 +1,4 @@
-"""Connect a run to its profiler: report what happens, and bind the callables that it times.
+"""Connect a run to its profiler: tell it when the run begins and ends, and bind the callables that it times.
 
 Every callable is bound once through ``Profiler.around``, which returns it unchanged if there is no profiler.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def setup(run: Run, stage: str) -> None:
-    """Tell the profiler that a run begins, and bind what all runs share."""
+    """Tell the profiler that a run begins, and let it time the strategy and the metrics."""
     trainer, profiler = run.trainer, run.trainer.profiler
     if profiler.active:
         local_rank = run.strategy.local_rank if run.strategy.world_size > 1 else None
@@ -43,7 +43,7 @@ def by_datamodule(run: Run, name: str) -> Callable[..., Any]:
 
 
 def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator for rarely called methods of objects that have their run as ``_run``."""
+    """Decorator that times rarely called methods of objects with an attribute ``_run``."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)
@@ -63,7 +63,7 @@ def report_split(run: Run) -> None:
 
 
 def teardown(run: Run, stage: str) -> None:
-    """Report what the profiler found, and release what outlives the run."""
+    """Show the profiler's report and release its resources."""
     profiler = run.trainer.profiler
     if not profiler.active:
         return

@@ -1,7 +1,7 @@
 """Each rank's own part of a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
-It holds random states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
-position. With a different number of ranks some of it is derived, and one message says what.
+It contains random states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
+position. With a different number of ranks, some of this state is derived, and a single message reports which parts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """Each rank's part, in rank order; every rank must call this."""
-    run.strategy.barrier("save_checkpoint")  # errors about a rank that is elsewhere show this name
+    """Return each rank's part of the checkpoint, in rank order; every rank must call this."""
+    run.strategy.barrier("save_checkpoint")  # errors about a rank that is waiting somewhere else show this name
     return run.strategy.gather_objects(_of_this_rank(run))
 
 
@@ -53,7 +53,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
 
 
 def _gradients(run: Run) -> dict[str, Any] | None:
-    """The gradients that wait for an optimizer step; None if there are none, or if a failed step may have left them."""
+    """Return the gradients that wait for an optimizer step; None if there are none, or if a failed step left them."""
     state, module = run.state, run.module
     if state.step_failed:
         return None
@@ -69,7 +69,10 @@ def _gradients(run: Run) -> dict[str, Any] | None:
 
 
 def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The counters to resume from. If the current window's gradients cannot be saved, the counters before it."""
+    """Return the counters to resume from.
+
+    If the current window's gradients cannot be saved, these are the counters before the window.
+    """
     state = run.state
     counters = state.state_dict() | {"accumulate": run.trainer.accumulate_grad_batches}
     if not state.window or all(kept["gradients"] is not None for kept in ranks):
@@ -108,7 +111,7 @@ class Resumed:
         self._random = "rng" in parts and bool(self.ranks)
 
     def _stood_for(self) -> list[dict[str, Any]]:
-        """Ranks of the saved run whose running metrics this rank takes over."""
+        """Return the entries of the saved ranks whose running metrics this rank takes over."""
         if self._alike:
             return [self.own] if self.own else []
         strategy, firsts = self.run.strategy, {}
@@ -119,14 +122,14 @@ class Resumed:
         return [kept for rank, kept in sorted(firsts.items()) if rank % strategy.num_data_ranks == strategy.data_rank]
 
     def _has_window(self) -> bool:
-        """Whether every rank's gradients were saved, and the run still has the same ranks."""
+        """Return True if every rank's gradients were saved and the run still has the same ranks."""
         whole = self._alike and len(self.ranks) == self.run.strategy.world_size
         return whole and all(kept["gradients"] is not None for kept in self.ranks)
 
     # ---- position --------------------------------------------------------------------------------------------------
 
     def position(self, counters: dict[str, Any], accumulate: int) -> dict[str, Any]:
-        """The saved counters, or the counters before the accumulation window if the window is lost."""
+        """Return the saved counters, or the counters before the accumulation window if the window is lost."""
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
@@ -134,7 +137,7 @@ class Resumed:
         return counters
 
     def find_batch(self) -> None:
-        """Convert the position in the epoch to batches of this run's loader, and report what was derived."""
+        """Convert the position in the epoch to batches of this run's loader, and report derived values."""
         run, state = self.run, self.run.state
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)
@@ -143,13 +146,13 @@ class Resumed:
             saved, now = self._saved, ranks_now
         if self.in_loops and batch and not state.epoch_done and saved != now:
             here, left = divmod(batch * saved, now)
-            again = "; samples that do not fill a whole batch are trained on again" if left else ""
+            again = "; samples that do not fill a batch are trained on again" if left else ""
             self.derived.append(f"the position, batch {here} of the epoch (batch {batch} in the saved run){again}")
             state.next_batch, state.batch_idx = here, here - 1
         self._tell()
 
     def _tell(self) -> None:
-        """Report in one message what was derived instead of restored."""
+        """Report, in one message, the values that were derived instead of restored."""
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
@@ -163,7 +166,7 @@ class Resumed:
     # ---- the moments -----------------------------------------------------------------------------------------------
 
     def enter_epoch(self) -> None:
-        """Restore the random states of the epoch's start, for samplers that draw from them."""
+        """Restore the random states from the start of the epoch, for samplers that draw from them."""
         if self._random:
             states = (self.own or {}).get("random_at_epoch_start")
             self._set(states, seed.mixed(self._seed, 1))
@@ -214,7 +217,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return whether it then knows its position, so that no batches need skipping."""
+        """Restore the loader's state; return True if it then knows its position, so that no batch has to be skipped."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -1,4 +1,4 @@
-"""One run of an entry point: its request, everything created for it, and its end."""
+"""One run of an entry point: its request, everything created for it, and its teardown."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .arguments import Request
 from .checkpoint_saver import Saver
 from .data_source import DataSource
 from .evaluation import EvalLoop
+from .joint_optimizer import JointOptimizer
 from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One call of an entry point of a Trainer.
+    """One call to an entry point of a Trainer.
 
-    Loops, steps, checkpoints, data and tuner get this object. The Trainer keeps its arguments, and shows the last
-    run's attributes as its own.
+    Loops, steps, checkpoints, data and the tuner receive this object. The Trainer keeps its own arguments and exposes
+    the last run's attributes.
 
     Args:
-        trainer: its arguments apply; the run's state is not stored in it.
-        request: what to do; None: nothing, as before the first run.
+        trainer: the Trainer, whose arguments apply; the run's state is not stored in it.
+        request: the call to carry out; None before the first run.
         before: the previous run, whose module, counters and optimizers this one takes over.
 
     Attributes:
@@ -58,14 +59,16 @@ class Run:
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         managed: the optimizers as ``self.optimizers()`` returns them.
+        joint: the optimizer that automatic optimization steps: the only optimizer, or a :class:`.JointOptimizer` that
+            combines all of them.
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
-        resumes: the fit restores more of a checkpoint than its weights.
-        saves: the number of the newest save, of this run or found in its folders.
-        left: what a run in other processes left for a checkpoint; None after a run in this process.
+        resumes: whether the fit restores more of a checkpoint than its weights.
+        saves: the number of the latest save in this run or its folders.
+        left: the data that a run in other processes left for a checkpoint; None after a run in this process.
         claims: the folders that this run has locked.
-        shared_log_dir: rank 0's folder for the run; None with one process.
+        shared_log_dir: rank 0's folder for the run; None with a single process.
     """
 
     module: TrainingModule
@@ -104,15 +107,28 @@ class Run:
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self.managed = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+        alone = len(self.managed) == 1
+        self.joint = self.managed[0] if alone else ManagedOptimizer(JointOptimizer(self._optimizers), self)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by fp16's loss scale, once per step.
+
+        Under automatic optimization, the gradients of all optimizers are divided.
+        """
+        together = self.module.automatic_optimization and optimizer in self._optimizers
+        self.strategy.unscale_gradients(self.joint.optimizer if together else optimizer)
 
     @cached_property
     def saver(self) -> Saver:
-        """Writes the checkpoints, one at a time."""
+        """The object that writes the checkpoints, one at a time."""
         return Saver(self)
 
     @property
     def holder(self) -> Strategy:
-        """Collects the states for a checkpoint; after a run in other processes, this one has them unsharded."""
+        """The strategy that collects the states for a checkpoint.
+
+        After a run in other processes, this process holds the unsharded states.
+        """
         return self.strategy if self.left is None else Strategy()
 
     @property
@@ -125,21 +141,21 @@ class Run:
         return None if found is None else os.fspath(found)
 
     def count_save(self) -> int:
-        """The number of a new save: one more than the highest so far, in this run and its folders."""
+        """Return the number of a new save, which is one more than the highest so far in this run and its folders."""
         self.saves += 1
         return self.saves
 
     # ---- execution -------------------------------------------------------------------------------------------------
 
     def execute(self) -> Any:
-        """Run to the end; restart from a checkpoint each time a callback raises :class:`Rollback`."""
+        """Carry out the run; restart it from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
             raise RuntimeError("This Run has nothing to do. Call an entry point of its Trainer.")
         at_start = self.state.state_dict()
         while True:
             self.state.begin(request.fn)
-            self.hooks = None  # type: ignore[assignment] - no hook is called before it is bound
+            self.hooks = None  # type: ignore[assignment] - hooks are bound before any is called
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
             kept = freed_memory_kept(self.strategy.device)
             with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
@@ -173,7 +189,7 @@ class Run:
             request = self._gone_back(given, back, at_start)
 
     def _gone_back(self, given: Request, back: Rollback, at_start: dict[str, Any]) -> Request:
-        """The request to repeat the fit from a checkpoint."""
+        """Return the request that repeats the fit from a checkpoint."""
         parts = PARTS if back.own else given.restore
         if "loops" not in parts:
             self.state.load_state_dict(at_start)
@@ -185,7 +201,7 @@ class Run:
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to strategy, profiler and hooks; further errors here do not hide it."""
+        """Report an error to the strategy, profiler and hooks; further errors raised here do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)
@@ -195,7 +211,7 @@ class Run:
             _run_all([lambda hook=hook: hook(error) for hook in self.hooks.on_exception])
 
     def teardown(self, fn: str, failed: bool) -> None:
-        """End the run: hooks, loggers, profiler, locks, loaders, strategy."""
+        """Tear down the run: hooks, loggers, profiler, locks, loaders and strategy."""
         jobs: list[Any] = [partial(profiling.report_split, self)]
         if self.hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self.hooks.teardown]
@@ -215,7 +231,7 @@ class Run:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a copy of the Trainer keeps of this run: no data, threads, files or running parts."""
+        """Return the state of this run for a copy of the Trainer: no data, threads, files or running components."""
         trainer, data = self.trainer, self.datamodule
         return {
             "own": {name: getattr(self, name) for name in COPIED},
@@ -229,7 +245,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Restore the state from :meth:`state_dict`."""
         vars(self).update(state["own"])
         self.metrics = MetricStore(self.state, self.strategy, None)
         self.model = self.module
@@ -253,7 +269,10 @@ COPIED = (
 
 
 def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
-    """Run every job. Errors become warnings; unless ``hidden``, the first one is raised at the end."""
+    """Run every job, even if some fail.
+
+    Errors become warnings; if ``hidden`` is False, the first error is raised at the end instead.
+    """
     first: Exception | None = None
     for job in jobs:
         try:

@@ -1,4 +1,4 @@
-"""The metrics of the current epoch, saved per rank in a checkpoint and restored."""
+"""Save the current epoch's metrics in a checkpoint, for each rank, and restore them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOMENTS = {moment.name: moment for moment in vars(phases).values() if isinstanc
 
 
 def logged(store: MetricStore, module: nn.Module) -> list[dict[str, Any]]:
-    """What was logged in the current training epoch on this rank, as plain data and CPU tensors."""
+    """Return the values that this rank has logged in the current training epoch, as plain data and CPU tensors."""
     places = {id(part): name for name, part in module.named_modules()}
     return [_entry(*found, places) for found in store.running(STAGE)]
 
@@ -44,7 +44,7 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Restore what :func:`logged` returned on the saved ranks that this rank takes over."""
+    """Restore the values that :func:`logged` returned on the saved ranks that this rank takes over."""
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]
@@ -90,9 +90,9 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The states of the module's torchmetrics that were updated on this rank, by their name in the module.
+    """Return the states of the module's torchmetrics that this rank has updated, by their name in the module.
 
-    Metrics of a running validation are left out, because a resume repeats it.
+    Metrics of a running validation are left out, because a resume repeats the validation.
     """
     begun = {id(r.metric) for *_, r in store.running("validate") if isinstance(r, MetricRecord)}
     return {

@@ -1,4 +1,4 @@
-"""The final values of the Trainer's arguments: from code, environment variables, launch flags and the settings file."""
+"""Find the Trainer's final arguments in code, environment variables, launch flags and the settings file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 from .arguments import MOVED
 
-#: Precisions of the settings, as the Trainer names them.
+#: Values of the precision setting, and the Trainer's names for them.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
 }
-#: Settings with the same meaning as an argument.
+#: Settings that have the same meaning as an argument of the Trainer.
 _ARGUMENTS = {
     "mixed_precision": "precision",
     "gradient_accumulation_steps": "accumulate_grad_batches",
@@ -38,9 +38,9 @@ _ARGUMENTS = {
     "cpu": "accelerator",
     "dynamo_backend": "compile",
 }
-#: Arguments that settings stand for; None and "auto" count as left out.
+#: Arguments that settings can set; None and "auto" count as left out.
 SETTLED = tuple(_ARGUMENTS.values())
-#: Settings that ask for a strategy, and parts of the names of strategies that fit.
+#: Settings that select a strategy, and parts of the names of the strategies that match.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
     "use_deepspeed": ("deepspeed",),
@@ -48,17 +48,17 @@ _SWITCHES = {
 }
 
 
-#: Prefix of Lightning's environment variables for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+#: Prefix of Lightning's environment variables for arguments that code leaves out, such as PL_TRAINER_MAX_EPOCHS=3.
 VARIABLE_PREFIX = "PL_TRAINER_"
 _WRONG_PREFIX = "PACELINE_TRAINER_"
 
 
 def settled(init: Constructor[P]) -> Constructor[P]:
-    """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
+    """Decorator for ``Trainer.__init__``, which then receives the final value of each argument.
 
-    Each value comes from the first of these that gives one: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default;
-    in a script that ``paceline doctor`` runs, the doctor's plan overrides them all. The object's ``settings_in_force``
-    says where each value comes from.
+    Each value comes from the first of these sources that has one: the code, the variable ``PL_TRAINER_<ARGUMENT>``, a
+    setting, the default. In a script that ``paceline doctor`` runs, the doctor's plan overrides all of them. The
+    object's ``settings_in_force`` says where each value comes from.
     """
     parameters = inspect.signature(init).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -74,7 +74,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that variables give and code does not; warns about variables for arguments not in ``known``."""
+    """Return the arguments that only environment variables set; warn about variables for unknown arguments."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
@@ -90,7 +90,7 @@ def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[st
             messages.warn_once(f"The environment variable {variable} has no effect{why}.{hint}")
         elif name not in passed or name in left_open:
             found[name] = text
-            with contextlib.suppress(Exception):  # it is a word, not a number
+            with contextlib.suppress(Exception):  # the value is a word, not a number
                 found[name] = ast.literal_eval(text)
     return found
 
@@ -98,7 +98,7 @@ def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[st
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The final arguments, and a table of where each comes from, followed by the settings that were given.
+    """Return the final arguments, and a table with their origins and all settings that were given.
 
     Args:
         given: the arguments by name; arguments left out are taken from launch flags, variables or the settings file.
@@ -116,7 +116,7 @@ def with_origins(
             found[name] = (read[name], variable)
     if found:
         taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
-        messages.info_once(f"Trainer takes from the settings: {taken}.")
+        messages.info_once(f"Trainer takes these arguments from the settings: {taken}.")
     ours = {"accumulate_grad_batches": 1, "compile": False}
     either = {name: default if given[name] is None else given[name] for name, default in ours.items()}
     filled = {**given, **either, **{name: value for name, (value, _) in found.items()}}
@@ -127,7 +127,7 @@ def with_origins(
 
 
 def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, str]) -> Row:
-    """A Trainer argument as a line of the table, as plain data."""
+    """Return a Trainer argument as a row of the table, as plain data."""
     if name in places:
         return Row(name, _shown(filled), "settings", places[name])
     said = given is not default and (type(given) is not type(default) or given != default)
@@ -135,7 +135,7 @@ def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, 
 
 
 def _shown(value: Any) -> Any:
-    """A value for the table; objects become the names of their classes."""
+    """Convert a value for the table; objects are replaced by their class names."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -153,7 +153,7 @@ def _word(value: Any) -> Any:
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """The arguments that variables give, as settings."""
+    """Return the arguments that variables set, as settings."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 
@@ -207,7 +207,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The arguments that settings fill, and where each value comes from."""
+    """Yield the arguments that settings fill, and where each value comes from."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,
@@ -226,7 +226,7 @@ def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The strategy that ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` asks for, unless one is named."""
+    """Yield the strategy for ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` if no strategy is named."""
     switches = [name for name in _SWITCHES if settings[name]]
     if not switches:
         return
@@ -238,11 +238,11 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     for switch in switches:
         if not any(part in word.lower() for part in _SWITCHES[switch]):
             asked = settings.origin(switch).where
-            messages.info_once(f"strategy is {word!r}, from {where}; this overrides {switch} from {asked}.")
+            messages.info_once(f"strategy is {word!r}, from {where}, which overrides {switch} from {asked}.")
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
-    """Arguments of torch.compile; None: do not compile."""
+    """Return the arguments for torch.compile, or None if nothing is to be compiled."""
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]

@@ -1,8 +1,8 @@
 """Step values that all processes share: ``self.log(..., on_step=True, sync_dist=True)``.
 
-The processes meet at two fixed places in every batch: after the step (before the hooks at its end), and after those
-hooks for what they logged. At the first batch they agree whether to meet at a place at all, so that a run without such
-values pays nothing later.
+The processes meet at two fixed points in every batch: after the step (before the end-of-batch hooks), and after those
+hooks, for the values that the hooks logged. At the first batch, they agree on whether to meet at a point at all, so
+that a run without such values has no cost later.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .metric_reductions import Record
 
-#: Elements of the first vector that is reduced: the same on every process, whatever it logged.
+#: Number of elements in the first vector that is reduced; the same on every process, whatever it logged.
 ROOM = 64
-#: What comes before the values: 1 (0 from a process that only keeps step), the number of sums, the number of extremes,
-#: and two checksums of the names, each with its square. Their sums show whether all checksums are equal.
+#: Number of elements before the values. They are 1 (0 from a process that only keeps step), the number of sums, the
+#: number of extremes, and two checksums of the names, each with its square. Their sums show whether all checksums are
+#: equal.
 HEADER = 7
 
 
 class Sharing:
-    """One place (``where``) in the batches of one loader; ``used``: whether anything can be logged there.
+    """A point (``where``) in each batch of a loader where processes share values, if any can be logged (``used``).
 
     Attributes:
-        on: the processes meet here, or have not agreed on it yet.
-        muted: this process's batch does not count: it joins the next meeting without values.
+        on: True if the processes meet here, or have not agreed yet whether they do.
+        muted: whether this process's batch does not count, so that it joins the next meeting without values.
         pending: the records updated since the last meeting, by key.
     """
 
@@ -47,7 +48,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """Reduce a record's values here from now on, if the user asked for that."""
+        """Reduce a record's values here from now on, if the user requested that."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:
@@ -67,9 +68,10 @@ class Sharing:
         record.update = update
 
     def meet(self, counts: bool = True) -> None:
-        """Reduce what was logged since the last meeting; every process calls this after each of its batches.
+        """Reduce the values logged since the last meeting; every process must call this after each of its batches.
 
-        This process's values count if ``counts`` and it is not ``muted``. Raises ValueError if the names differ.
+        This process's values count if ``counts`` is True and it is not ``muted``. Raises ValueError if the names
+        differ.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -82,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join a meeting without a batch. ``groups`` had values at the last one; returns those that still do."""
+        """Join a meeting without a batch. ``groups`` had values at the last one; returns the groups that still do."""
         self.pending.clear()
         if not self.on or not self._settled():
             return []
@@ -90,7 +92,10 @@ class Sharing:
         return [name for name in groups if self._reduce(self._groups[name], {}, False)]
 
     def _settled(self) -> bool:
-        """Whether the processes meet here. They agree at the first batch; starting later needs all of them."""
+        """Return True if the processes meet here.
+
+        They decide this at the first batch. To start meeting later, all of them must start in the same batch.
+        """
         if not self._agreed:
             self._agreed = True
             if self.strategy.agree("" in self._groups):
@@ -104,7 +109,7 @@ class Sharing:
         return self.on
 
     def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
-        """Reduce records over a group and store the results in them. Returns whether any process had values."""
+        """Reduce records across a group and store the results in them. Returns whether any process had values."""
         strategy, device = self.strategy, self.strategy.device
         sums = [r for r in records.values() if _op(r) in ("mean", "sum")]
         extremes = [r for r in records.values() if _op(r) in ("min", "max")]
@@ -124,7 +129,7 @@ class Sharing:
         if not processes:
             return False
         alike = [number // processes for number in found]
-        shows = counts or (first, second) == (alike[3], alike[5])  # without values, only if it logged the same names
+        shows = counts or (first, second) == (alike[3], alike[5])  # without values: if it logged the same names
         shared = room[HEADER : HEADER + alike[1]]
         more = alike[1] - len(shared)
         if more:
@@ -144,12 +149,12 @@ class Sharing:
         return True
 
     def _unlike(self, group: Any, mine: list[str] | None) -> ValueError:
-        """The error for names that only some processes logged; every process calls this."""
+        """Return the error for names that only some processes logged; every process must call this."""
         found: list[Any] = self.strategy.gather_objects(("step values", mine), group)
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
         for rank, said in zip(ranks, found, strict=True):
-            here = isinstance(said, tuple) and said[0] == "step values"  # or it gathers something else
+            here = isinstance(said, tuple) and said[0] == "step values"  # else it gathers other data
             if not here or said[1] is not None:
                 have[rank] = set(said[1]) if here else set()
         parts = []
@@ -169,21 +174,21 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these places without values, because this process's batch does not count."""
+    """Join the other processes at these points without values, because this process's batch does not count."""
     for place in places:
         if place.on:
             place.meet(counts=False)
 
 
 def keep_step(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these places until they have no batches left either."""
+    """Join the other processes at these points until they have no batches left either."""
     going: dict[Sharing, list[str] | None] = dict.fromkeys(places)
     while going:
         going = {place: left for place, groups in going.items() if (left := place.idle(groups))}
 
 
 def _name(group: Any) -> str:
-    """A process group's name, the same in each of its processes; empty for all processes."""
+    """Return a process group's name, the same in each of its processes; empty for the group of all processes."""
     return getattr(group, "group_name", "")
 
 
@@ -192,13 +197,13 @@ def _op(record: Record) -> str:
 
 
 def _checksums(labels: Any) -> tuple[int, int]:
-    """Two 20-bit checksums: their squares stay exact in float64 when summed over thousands of processes."""
+    """Return two 20-bit checksums, whose squares stay exact in float64 when summed across thousands of processes."""
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") >> 12, int.from_bytes(digest[4:], "little") >> 12
 
 
 def _stacked(records: list[Record], device: torch.device) -> Tensor:
-    """The step values as one vector; a device that is not the CPU gets them in one transfer."""
+    """Stack the step values into one vector, with a single transfer to a device other than the CPU."""
     values = [torch.as_tensor(record.step_value(), dtype=torch.float64).detach() for record in records]
     if all(value.is_cpu for value in values):
         return torch.tensor([value.item() for value in values], dtype=torch.float64).to(device)

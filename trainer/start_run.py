@@ -1,4 +1,4 @@
-"""Everything between an entry point and its loop: module, data, hooks, device, optimizers, checkpoint."""
+"""Prepare a run before its loop begins: module, data, hooks, device, optimizers and checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run, in the order of ``callbacks/base.py``. Returns what a fit resumes from, or None."""
+    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
     run.left = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -94,11 +94,11 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
-    """Set up weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
+    """Set up weights and optimizers, call ``on_fit_start``, log hyperparameters and restore the checkpoint."""
     if run.trainer.max_epochs is None:
         timed = any(callback.limits_training for callback in run.trainer.callbacks)
         if run.trainer.max_steps == -1 and not timed:
-            messages.warn_once("No max_epochs, max_steps or max_time was given: training stops after 1000 epochs.")
+            messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
         run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
@@ -139,7 +139,7 @@ def leave_no_window(run: Run) -> None:
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
-    """The module to run, and whether it was taken from the previous run because none was passed."""
+    """Return the module to run, and whether it was taken from the previous run because none was passed."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
@@ -149,7 +149,7 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
     if not isinstance(module, TrainingModule):
         hint = ""
         if any(isinstance(given, TrainingModule) for given in request.loaders.values()):
-            hint = " The module comes first, the loaders after it."
+            hint = " Pass the module first, then the loaders."
         if isinstance(module, type) and issubclass(module, TrainingModule):
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
@@ -158,14 +158,14 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
         raise TypeError(f"{entry} got {got} as its module, but needs a TrainingModule object.{hint}")
     if not is_initialized(module):
         raise TypeError(
-            f"{type(module).__name__}.__init__ did not call super().__init__(), so it is not a module yet. Call it "
-            "first."
+            f"{type(module).__name__}.__init__ did not call super().__init__(), so the module is not initialized. "
+            "Call super().__init__() first."
         )
     return module, False
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module inside DataParallel or DistributedDataParallel, which would wrap it twice."""
+    """Return the module inside DataParallel or DistributedDataParallel, so that it is not wrapped twice."""
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
@@ -176,30 +176,32 @@ def _unwrapped(module: Any) -> Any:
 
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
-    """Connect run, module, data and callbacks, and check them before any of their code runs."""
+    """Connect the run, module, data and callbacks, and check them before any of their code runs."""
     loaders = tie(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
     bind_hooks(run)
     if request.fn == "fit" and run.trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
         messages.warn_once(
-            f"Trainer(reload_dataloaders_every_n_epochs={run.trainer.reload_dataloaders_every_n_epochs}) has no effect "
-            "on loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+            f"Trainer(reload_dataloaders_every_n_epochs={run.trainer.reload_dataloaders_every_n_epochs}) has no "
+            "effect on loaders that were passed to fit. Define train_dataloader() on the module or a DataModule "
+            "instead."
         )
 
 
 def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
-    """Attach module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
+    """Attach the module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
         if isinstance(given, DataModule):
             if datamodule is not None:
-                raise ValueError(f"Trainer.{request.fn}() got two DataModules. Pass one, as datamodule=.")
+                raise ValueError(f"Trainer.{request.fn}() got two DataModules. Pass only one, as datamodule=.")
             datamodule, loaders[stage] = given, None
     if datamodule is not None and any(given is not None for given in loaders.values()):
         raise ValueError(
-            f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them."
+            f"Trainer.{request.fn}() got loaders and a DataModule, so it is not clear which to use. Pass only one of "
+            "them."
         )
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise TypeError(f"Trainer.{request.fn}(datamodule=...) got {messages.a(datamodule)}. Pass a DataModule object.")
@@ -216,14 +218,14 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
 
 
 def bind_hooks(run: Run) -> None:
-    """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
+    """Bind the hooks. Called again after ``setup`` and ``configure_model``, which may add hooks."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
     for callback in run.trainer.callbacks:
         callback._logs_in = run.module
 
 
 def end_logging(run: Run) -> None:
-    """Let ``self.log`` have no effect from now on, in the module and in callbacks."""
+    """Make ``self.log`` do nothing from now on, in the module and in callbacks."""
     if run.module is not None:
         run.module._end_run()
     for callback in run.trainer.callbacks:
@@ -231,10 +233,10 @@ def end_logging(run: Run) -> None:
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
-    """Add the callbacks of ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
+    """Add the callbacks from ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
 
     They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
-    knows its best file. When another module runs, they are removed and the callbacks that they replaced return.
+    knows its best file. When another module runs, they are removed and the callbacks that they replaced are restored.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -259,7 +261,7 @@ def take_module_callbacks(run: Run, module: TrainingModule) -> None:
 
 
 def check_steps(run: Run, fn: str) -> None:
-    """Raise if the module lacks what this entry point needs, or its settings contradict each other."""
+    """Raise if the module lacks a method that this entry point needs, or if its settings contradict each other."""
     module = run.module
     owner = type(module).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
@@ -286,30 +288,31 @@ def check_steps(run: Run, fn: str) -> None:
             value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} uses. Do it "
-                    "in training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} uses. Do this "
+                    "in training_step instead (call self.clip_gradients, or step every n batches), and leave out "
+                    f"{name}."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
-            f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) with "
-            "training_step(dataloader_iter): the trainer does not see the batches it would count. Use "
-            "training_step(batch, batch_idx), or accumulate in the step."
+            f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) does not work with "
+            "training_step(dataloader_iter), because the trainer does not see the batches that it would count. Use "
+            "training_step(batch, batch_idx), or accumulate inside the step."
         )
 
 
 def has_forward(module: TrainingModule) -> bool:
-    """Whether the module defines ``forward``."""
+    """Return True if the module defines ``forward``."""
     return overridden(module, "forward", nn.Module) is not None
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
-    """A hint about a method of the module that may be a misspelled ``name``."""
+    """Return a hint about a method of the module that may be a misspelling of ``name``."""
     close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
-    return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
+    return f" Did you mean {close[0]}? Rename it to {name}." if close else ""
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on one process a node, or on one of all."""
+    """Call ``prepare_data`` on one process per node, or on a single process."""
     for per_node, hook in run.hooks.prepare_data:
         if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
             hook()
@@ -317,7 +320,7 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """The checkpoint to load, set on the trainer or passed; ``"best"`` is looked up before callbacks change.
+    """Return the checkpoint to load, as passed or set on the trainer. ``"best"`` is resolved before callbacks change.
 
     ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
     requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
@@ -333,7 +336,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """Settle the loggers' folders before their first use: a resumed fit continues in the saved run's folders.
+    """Choose the loggers' folders before their first use; a resumed fit continues in the saved run's folders.
 
     Returns the path of the checkpoint to resume from, or None.
     """
@@ -347,7 +350,7 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
-    """The checkpoint that ``path`` means on rank 0; other ranks may see another state of the folder."""
+    """Return the checkpoint that ``path`` means on rank 0, because other ranks may see the folder in another state."""
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
@@ -356,7 +359,7 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
 
 
 def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
-    """Read the checkpoint to load; None if there is none."""
+    """Read the checkpoint to load; return None if there is none."""
     path = run.ckpt_path = found_on_rank_0(run, request, path)
     if request.fn == "fit" and run.strategy.is_global_zero:
         run.saves = max(run.saves, highest_sequence(run))
@@ -375,8 +378,9 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
     apart = objects.names(checkpoint) if request.weights_only is not False else []
     if apart:
         messages.info(
-            f"{messages.path(path)} also holds {messages.names(apart, last='and')} as objects, which were not loaded, "
-            f"because loading them runs code that the file names. {request.fn}(weights_only=False) loads them."
+            f"{messages.path(path)} also contains {messages.names(apart, last='and')} as objects. They were not "
+            f"loaded, because loading them can run code that the file specifies. {request.fn}(weights_only=False) "
+            "loads them."
         )
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
@@ -392,14 +396,14 @@ def setup_optimizers(run: Run) -> None:
     if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
             f"{type(module).__name__}.configure_optimizers() returned optimizers for parameters that do not belong to "
-            "the module, so its weights will not change. Build them from self.parameters(), or make the trained "
-            "network an attribute."
+            "the module, so its weights will not change. Build them from self.parameters(), or assign the trained "
+            "network to an attribute."
         )
     run.optimizers = run.strategy.setup_optimizers(optimizers)
 
 
 def log_hyperparameters(run: Run) -> None:
-    """Send the hyperparameters of module and DataModule, and the model's graph, to the loggers."""
+    """Send the hyperparameters of the module and the DataModule, and the model's graph, to the loggers."""
     if not run.trainer.loggers or not run.trainer.enable_autolog_hparams or not run.strategy.is_global_zero:
         return
     params: dict[str, Any] = {}
@@ -407,12 +411,13 @@ def log_hyperparameters(run: Run) -> None:
         if owner is None or not getattr(owner, "_log_hyperparams", False):
             continue
         for key, value in plain_config(owner.hparams_initial).items():
-            if key == "_class_path":  # which class a command line made, the module's and the DataModule's
+            if key == "_class_path":  # the class that a command line created; both owners have one
                 continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
                 raise RuntimeError(
-                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
-                    f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
+                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} "
+                    f"and {params[key]!r}. Rename one of them, or exclude it with "
+                    f"save_hyperparameters(ignore=[{key!r}])."
                 )
             params[key] = value
     for logger in run.trainer.loggers:

@@ -10,44 +10,47 @@ from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
-    """What still has to be done after a batch or an epoch, in this order. A resume does it first."""
+    """The work that can remain after a batch or an epoch, in order. A resumed run first completes this work."""
 
     NOTHING = ""  # the next batch can be trained on
-    SCHEDULERS = "schedulers"  # all that follows a batch: schedulers, logging, validation, plateau schedulers
-    LOGGING = "batch"  # the same from logging on
-    VALIDATION = "validation"  # the same from the validation on, which had begun
-    PLATEAUS = "plateaus"  # the same from the plateau schedulers on
+    SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
+    LOGGING = "batch"  # the same, starting with logging
+    VALIDATION = "validation"  # the same, starting with the validation, which had begun
+    PLATEAUS = "plateaus"  # the same, starting with the plateau schedulers
     EPOCH_VALUES = "values"  # what follows ``on_train_epoch_end``
-    TRAIN_END = "end"  # the end of the training, if that was its last epoch
+    TRAIN_END = "end"  # the end of training, if this was the last epoch
 
 
 @dataclass(slots=True, eq=False)
 class RunState:
-    """What a run has done so far. The loop writes it, other code reads it, and checkpoints hold it.
+    """The progress of a run. The loop updates it, other code reads it, and checkpoints store it.
 
     Attributes:
         fn: the entry point that is running, or None between runs.
         stage: what that entry point is doing now, or None.
-        status: how far the run has come.
+        status: whether the run has started, and how it ended.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
-        global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
+        global_step: optimizer steps run. Automatic optimization counts one step for all optimizers together, manual
+            optimization one for each. A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
-        batches: training batches trained on, over all epochs.
-        settled: ``batches`` without those whose gradients wait in the window.
+        batches: batches trained on, across all epochs.
+        settled: ``batches``, not counting batches whose gradients are still waiting in the window.
         window: micro-batches whose gradients wait for the next optimizer step.
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
-        next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` if a step fails.
-        pending: what a resume from here has to do before the next batch.
-        stepped: the current batch ended in an optimizer step.
-        is_last_batch: the current batch is the last of its epoch.
-        epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
-        shuffle_seed: together with the epoch, it determines the shuffling.
+        next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
+            failed.
+        pending: the work that a resume from here has to do before the next batch.
+        stepped: whether the current batch ended in an optimizer step.
+        is_last_batch: whether the current batch is the last of its epoch.
+        epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
+        shuffle_seed: the seed that, together with the epoch, determines the shuffling.
         signum: the signal that asked the run to end at the next step boundary, or 0.
-        should_stop: the training was asked to stop (respected after ``min_epochs`` and ``min_steps``).
-        stop: there may be a reason to stop, here or in another process: the loop looks before it continues.
-        saving: a checkpoint is being written because a signal ends the run.
-        passed: boundaries that this run has passed (see :mod:`.stopping`).
-        evaluated: batches of evaluations begun in this run, of all kinds and loaders.
+        should_stop: whether training was asked to stop (takes effect after ``min_epochs`` and ``min_steps``).
+        stop: whether there may be a reason to stop, here or in another process; if so, the loop checks before it
+            continues.
+        saving: whether a checkpoint is being written because a signal ends the run.
+        passed: number of boundaries that this run has passed (see :mod:`.stopping`).
+        evaluated: number of evaluation batches begun in this run, of all kinds and loaders.
     """
 
     fn: TrainerFn | None = None
@@ -73,14 +76,14 @@ class RunState:
     passed: int = 0
     evaluated: int = 0
 
-    #: The counters that a checkpoint holds.
+    #: The counters that a checkpoint stores.
     SAVED: ClassVar[tuple[str, ...]] = (
         *("epoch", "global_step", "updates", "batches", "settled", "window", "next_batch"),
         *("pending", "stepped", "is_last_batch", "epoch_done", "shuffle_seed"),
     )
 
     def begin(self, fn: str) -> None:
-        """Begin a run, with no request to stop."""
+        """Begin a run, and clear any earlier request to stop."""
         self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
         self.signum = self.passed = self.evaluated = 0
         self.should_stop = self.stop = self.saving = False
@@ -92,11 +95,11 @@ class RunState:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run ended, normally or by an exception or signal."""
+        """Whether the run ended, normally or because of an exception or signal."""
         return self.status.stopped
 
     def where(self) -> str:
-        """What the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""
+        """Return what the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""
         if self.stage == "train":
             return f"train, epoch {self.epoch}, batch {self.batch_idx}, step {self.global_step}"
         if self.stage is None:
@@ -109,11 +112,11 @@ class RunState:
         return self.next_batch <= self.batch_idx
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as plain data."""
+        """Return the counters as plain data."""
         return {name: getattr(self, name) for name in self.SAVED} | {"pending": self.pending.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the counters of :meth:`state_dict`."""
+        """Restore the counters from :meth:`state_dict`."""
         for name in self.SAVED:
             setattr(self, name, state[name])
         self.pending = Pending(state["pending"])
@@ -125,7 +128,7 @@ class RunState:
 
 
 def without_window(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return counters (of :meth:`RunState.state_dict`) as they were before the current accumulation window."""
+    """Return the counters in a :meth:`RunState.state_dict` as they were before the current accumulation window."""
     waiting = progress["batches"] - progress["settled"]
     if not waiting and not progress["window"]:
         return progress

@@ -1,4 +1,4 @@
-"""What a Trainer is doing, as enums that compare equal to their strings."""
+"""Enums for what a Trainer is doing. Each member compares equal to its string."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 
 class _Word(str, Enum):
-    __hash__ = str.__hash__  # so a plain string finds it as a dict key
+    __hash__ = str.__hash__  # so that a plain string finds a member that is a dict key
 
     def __str__(self) -> str:
         return self.value
 
 
 class TrainerStatus(_Word):
-    """How far a run has come."""
+    """Whether a run has started, and how it ended."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -23,12 +23,12 @@ class TrainerStatus(_Word):
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended."""
+        """Whether the run has ended."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
 class TrainerFn(_Word):
-    """Which entry point was called."""
+    """The entry point that was called."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -37,7 +37,7 @@ class TrainerFn(_Word):
 
 
 class RunningStage(_Word):
-    """Which kind of batches the run is processing."""
+    """The kind of batches that the run is processing."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -47,12 +47,12 @@ class RunningStage(_Word):
 
     @property
     def evaluating(self) -> bool:
-        """Whether it validates or tests."""
+        """Whether the run is validating or testing."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
     def dataloader_prefix(self) -> Literal["train", "val", "test", "predict"] | None:
-        """What the names of its loaders begin with; None in the sanity check."""
+        """The prefix of this stage's loader names; None in the sanity check."""
         if self is RunningStage.SANITY_CHECKING:
             return None
         return "val" if self is RunningStage.VALIDATING else self.value  # type: ignore[return-value]

@@ -1,13 +1,12 @@
 """One training batch: forward, backward, update.
 
-Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep`
-(optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and :class:`ManualStep`.
-Each epoch chooses one and binds all it calls.
+There are three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one),
+:class:`ClosureStep` (optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and
+:class:`ManualStep`. One of them is chosen at the start of each epoch, and everything that it calls is bound then.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import messages
 from .hooks import method_of, overridden, takes
+from .joint_optimizer import needs_closure
 from .loss import LossReader
 from .manual_step_check import second_backward
 from .module import TrainingModule
@@ -42,11 +42,11 @@ class ManualStep:
         return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches so far, when no more will come; does nothing here."""
+        """Run the update on an incomplete window, because no more micro-batches will come; does nothing here."""
 
 
 class FreeStep(ManualStep):
-    """For a module without optimizers: each batch counts as a step."""
+    """A step for a module without optimizers; each batch counts as an optimizer step."""
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         if batch is None:
@@ -60,21 +60,21 @@ class FreeStep(ManualStep):
 
 
 class TrainStep(ManualStep):
-    """Forward, backward and, on the last micro-batch of a window, the update.
+    """Runs forward, backward and, on the last micro-batch of a window, the update.
 
-    A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over
-    the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean
-    over all items of the window on all ranks.
+    A window is ``accumulate_grad_batches`` micro-batches, or fewer at the end of an epoch. Its gradient is the mean
+    over the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the
+    mean over all items of the window on all ranks.
     """
 
-    #: The method that makes an update.
+    #: The name of the method that runs an update.
     UPDATE = "update"
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward)
         self.losses = losses
         module, hooks, strategy = run.module, run.hooks, run.strategy
-        self.optimizer: Optimizer = run.optimizers[0]
+        self.optimizer: Optimizer = run.joint.optimizer
         self.accumulate = run.trainer.accumulate_grad_batches
         self.share = run.source.last_share
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
@@ -86,9 +86,9 @@ class TrainStep(ManualStep):
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
-        plain = overridden(self.optimizer, "zero_grad", Optimizer) is None and own_zero is None
+        own_clear = any(overridden(optimizer, "zero_grad", Optimizer) for optimizer in run.optimizers)
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
-        clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        clear = partial(self._zero_grad, zero_grad) if own_zero or own_clear else clear_gradients
         self.clear = by_module(run, "optimizer_zero_grad", clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
@@ -101,7 +101,7 @@ class TrainStep(ManualStep):
         settings = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
         if takes(clip, None, **settings):
             called = partial(clip, **settings)
-        else:  # it has other names for them
+        else:  # an override with other parameter names
             called = lambda optimizer: clip(optimizer, value, algorithm)  # noqa: E731
         return by_module(run, "configure_gradient_clipping", called)
 
@@ -127,7 +127,7 @@ class TrainStep(ManualStep):
         return output
 
     def skip(self) -> None:
-        """Skip the batch: it does not count in the window."""
+        """Skip the batch, so that it does not count in the window."""
         if self.state.is_last_batch:
             self.finish_window()
 
@@ -160,7 +160,7 @@ class TrainStep(ManualStep):
             self.update()
 
     def update(self) -> None:
-        """Complete the gradients, step, clear."""
+        """Complete the gradients, step the optimizer and clear the gradients."""
         optimizer, state = self.optimizer, self.state
         self.complete()
         stepped = self.take(optimizer)
@@ -174,7 +174,7 @@ class TrainStep(ManualStep):
             state.updates += 1
 
     def complete(self) -> None:
-        """Finish the gradients: unscale them, divide them by what is actually in the window, and clip them."""
+        """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
         if self.scales or by_items or window != self.accumulate:
@@ -187,10 +187,10 @@ class TrainStep(ManualStep):
 
 
 class ClosureStep(TrainStep):
-    """For optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
+    """A step for optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
 
     The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
-    window's earlier micro-batches; a further call (LBFGS) starts from cleared gradients.
+    window's earlier micro-batches; further calls (by LBFGS) start from cleared gradients.
     """
 
     UPDATE = "step_through_module"
@@ -199,11 +199,11 @@ class ClosureStep(TrainStep):
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS does not work: LBFGS evaluates the "
-                "loss of one batch several times, so gradients of earlier batches would be lost. Use a larger batch "
-                "and accumulate_grad_batches=1."
+                f"Trainer(accumulate_grad_batches={self.accumulate}) does not work with LBFGS, because LBFGS "
+                "evaluates the loss of one batch several times, so gradients of earlier batches would be lost. Use a "
+                "larger batch and accumulate_grad_batches=1."
             )
-        self.managed = run.managed[0]
+        self.managed = run.joint
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -222,7 +222,7 @@ class ClosureStep(TrainStep):
             if evaluated:
                 self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
-            self.managed.expected = False  # nobody steps while training_step runs
+            self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
             self.managed.expected = True
@@ -244,7 +244,10 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
     def step_through_module(self, closure: Callable[[], Any]) -> None:
-        """Run the module's ``optimizer_step``, then clear, unless every batch of the window was skipped."""
+        """Run the module's ``optimizer_step``, then clear the gradients.
+
+        Nothing is cleared if every batch of the window was skipped.
+        """
         state, managed = self.state, self.managed
         managed.expected = True
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
@@ -263,7 +266,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """For a rank without a sample in the epoch's last batch: it runs a batch that does not count."""
+    """A step for a rank without samples in the epoch's last batch; it runs a batch that does not count."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -279,7 +282,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` for an :class:`EmptyLastStep`: the epoch's last batch has no items."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that the epoch's last batch counts no items."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
@@ -290,7 +293,7 @@ def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable
 
 
 class IteratorStep(ManualStep):
-    """For ``training_step(dataloader_iter)``: hands the iterator over and checks that it was used."""
+    """A step for ``training_step(dataloader_iter)``; it passes the iterator on and checks that it was used."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step = step
@@ -308,15 +311,15 @@ class IteratorStep(ManualStep):
 
 
 def no_batch(run: Run) -> None:
-    """Report that the loader yielded None instead of a batch, which is skipped."""
+    """Warn that the loader yielded None instead of a batch, or raise if there are several processes."""
     if run.strategy.world_size > 1:
         raise RuntimeError(
-            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}; the other ranks "
-            "would wait for its gradients. Leave out what cannot be loaded in the data set, not in collate_fn."
+            f"The train_dataloader yielded None instead of a batch on rank {run.strategy.global_rank}. The other "
+            "ranks would wait for that rank's gradients. Skip unreadable samples in the dataset, not in collate_fn."
         )
     messages.warn_once(
-        "The train_dataloader yielded None instead of a batch: it is skipped, and nothing is learned from it. If you "
-        "did not mean that, look at its collate_fn."
+        "The train_dataloader yielded None instead of a batch, so this batch is skipped and nothing is learned from "
+        "it. If this is not intended, check the loader's collate_fn."
     )
 
 
@@ -328,24 +331,21 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 
 def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
-    """Choose the step for this module and its optimizers, each epoch: callbacks may change the accumulation."""
+    """Choose the step for this module and its optimizers.
+
+    Called in every epoch, because callbacks may change the accumulation.
+    """
     module = run.module
     if not run.optimizers:
         return FreeStep(run, forward)
     if not module.automatic_optimization:
         return ManualStep(run, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.optimizers[0])
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.joint.optimizer)
     return (ClosureStep if closed else TrainStep)(run, forward, losses)
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` cannot be called without a closure, as that of LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
 def detached(output: Any) -> dict[str, Any] | None:
-    """The output of ``training_step`` for ``on_train_batch_end``: a dict with detached tensors."""
+    """Convert the output of ``training_step`` for ``on_train_batch_end`` to a dict with detached tensors."""
     if output is None:
         return None
     if not isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""Stopping a run before its limits: at the same boundary on all ranks, with one checkpoint."""
+"""Stop a run before it reaches its limits, at the same boundary on all ranks and with one checkpoint."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..processes.stop_agreement import Stop, chosen
 if TYPE_CHECKING:
     from .run import Run
 
-#: Why a run stops here: not at all, because it was asked to, or by a signal.
+#: Why a run stops at a boundary: "" if it does not, "asked" if it was asked to stop, "signal" if a signal ends it.
 Reason = Literal["", "asked", "signal"]
 
 
 class Stops:
     """Stops one run at a boundary.
 
-    There is a boundary after each training batch (inside an accumulation window a fit continues to the window's end),
-    after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and ``predict``.
+    There is a boundary after each training batch (inside an accumulation window, a fit continues to the end of the
+    window), after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and
+    ``predict``.
 
     ``actions`` says what each signal does. ``signum`` is the signal that ends the run, set on all ranks at the boundary
     that they agreed on; 0 until then.
@@ -37,7 +38,7 @@ class Stops:
         self._found: Stop | None = None
 
     def here(self) -> Reason:
-        """Reach a boundary, and pass it unless there is a reason to stop. The loop has these lines inline."""
+        """Reach a boundary, and pass it unless there is a reason to stop. The loop inlines this code."""
         reason = self.at(self.state.passed + 1) if self.state.stop else ""
         self.state.passed += 1
         if self.state.stop:
@@ -45,7 +46,7 @@ class Stops:
         return reason
 
     def at(self, boundary: int) -> Reason:
-        """Whether the run stops at a boundary. Called only while ``state.stop`` is set."""
+        """Return why the run stops at a boundary; empty if it does not. Called only while ``state.stop`` is set."""
         state = self.state
         if self._found is None:
             self._found = self._decide(boundary)
@@ -56,14 +57,14 @@ class Stops:
             self.signum = state.signum = found.signum
             return "signal"
         if not state.should_stop:
-            messages.info(f"Training stops because {messages.ranks(found.ranks)} asked for it.")
+            messages.info(f"Training stops because {messages.ranks(found.ranks)} requested it.")
         state.should_stop = True
         return "asked"
 
     def _decide(self, boundary: int) -> Stop | None:
-        """Where to stop; None if no process asks to stop (any more)."""
+        """Decide where to stop; return None if no process wants to stop any longer."""
         state, strategy = self.state, self.run.strategy
-        state.stop = False  # before looking: a later request sets it again
+        state.stop = False  # reset before reading the requests, because a later request sets it again
         told = strategy.is_told_to_stop()
         if not (told or state.signum or state.should_stop):
             return None
@@ -76,11 +77,11 @@ class Stops:
         except RuntimeError as error:
             if not state.signum:
                 raise
-            messages.info_anywhere(f"Rank {self.run.strategy.global_rank} ends without the other ranks: {error}")
+            messages.info_anywhere(f"Rank {self.run.strategy.global_rank} stops without the other ranks: {error}")
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
-        """At the end of the run: if any rank has received a signal meanwhile, all ranks end with it."""
+        """At the end of the run, stop all ranks if any of them has received a signal in the meantime."""
         self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum
@@ -113,10 +114,10 @@ class Stops:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Wait for all ranks: a launcher kills the other processes as soon as one has ended."""
+        """Wait for all ranks, because a launcher kills the other processes as soon as one has exited."""
         if not self.signum:
             return
-        with suppress(RuntimeError):  # a rank is gone
+        with suppress(RuntimeError):  # a rank has exited
             self.run.strategy.barrier("stop")
         if self.actions.get(self.signum) == "requeue" and self.run.strategy.is_global_zero:
             requeue()

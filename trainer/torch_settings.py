@@ -18,7 +18,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def numerics(trainer: Trainer) -> Iterator[None]:
-    """Apply the Trainer's anomaly mode, deterministic algorithms and cuDNN benchmark during a run."""
+    """Context manager that applies the Trainer's anomaly mode, deterministic algorithms and cuDNN benchmark."""
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     deterministic = (
         torch.are_deterministic_algorithms_enabled(),

@@ -1,4 +1,4 @@
-"""``Trainer``: its arguments, entry points and attributes. Each entry point makes a ``Run``."""
+"""``Trainer``: its arguments, entry points and attributes. Each entry point creates a ``Run``."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from .arguments import Request
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
+from .joint_optimizer import check_together
 from .logged_values import bar_values, callback_values, sent_values
 from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
@@ -54,89 +55,93 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
+    """Runs a :class:`TrainingModule` with ``fit``, ``validate``, ``test`` and ``predict``.
 
-    Without ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile``, the settings of
-    ``paceline launch``, the environment or the file that ``paceline config`` writes apply. Any argument that is left
-    out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
+    If ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, its value
+    comes from the settings of ``paceline launch``, the environment or the file that ``paceline config`` writes. Any
+    argument that is left out is also read from the environment variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
-        accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
+        accelerator: the kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
             ``"mps"`` or ``"cpu"``.
-        strategy: how processes share the work: a name, or a Strategy object. ``"auto"``: one process for one device,
-            ``"ddp"`` for several. ``"single_device"``, ``"cpu"``: one process. ``"ddp"``, ``"ddp_spawn"``,
-            ``"ddp_fork"``, ``"ddp_notebook"``: a copy of the model in each process; with
-            ``_find_unused_parameters_true`` (or ``_false``) after the name, for losses that do not reach every
-            parameter. ``"fsdp"``, ``"fsdp_cpu_offload"``, ``"hybrid_shard"``: shards weights, gradients and optimizer
-            state. ``"model_parallel"``: splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``,
-            ``"deepspeed_stage_2"``, ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"``,
-            ``"deepspeed_stage_3_offload"``: DeepSpeed ZeRO. Installed packages may add names.
-        devices: on this machine, how many (``2``, ``"2"``; ``-1``: all), which (``[0, 1]``, ``"0,1"``), or ``"auto"``:
-            all CUDA GPUs, else one device. On a CPU, the number of processes.
-        num_nodes: number of machines.
-        precision: ``"32-true"`` (None means this), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
-            ``"bf16-mixed"``; for short ``"32"``, ``"64"``, ``"16"`` (mixed), ``"bf16"`` (mixed), also as a number; or
-            a Precision object.
-        logger: True or None: TensorBoard; False: none; or one Logger or several.
-        callbacks: one Callback or several. A progress bar, a model summary and a ``ModelCheckpoint`` are added.
-        fast_dev_run: run this many batches of each kind, and neither log nor save. True: 1; False or 0: off.
-        max_epochs: epochs to train in total, including those before a resume; -1: no limit. None: 1000, or no limit if
-            ``max_steps`` or ``max_time`` is given.
-        min_epochs: epochs to train before ``should_stop`` (from ``EarlyStopping``, say) takes effect. None: 0.
-        max_steps: optimizer steps to make in total, including those before a resume; -1: no limit.
-        min_steps: optimizer steps to make before ``should_stop`` takes effect. None: 0.
-        max_time: stop after this much training time: ``"DD:HH:MM:SS"``, a timedelta, or its arguments in a dict, such
-            as ``{"hours": 12}``. None: no limit.
+        strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
+            and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
+            ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
+            ``_find_unused_parameters_true`` (or ``_false``) to the name for losses that do not reach every parameter.
+            ``"fsdp"``, ``"fsdp_cpu_offload"`` and ``"hybrid_shard"`` shard weights, gradients and optimizer state.
+            ``"model_parallel"`` splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``, ``"deepspeed_stage_2"``,
+            ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"`` and ``"deepspeed_stage_3_offload"`` use DeepSpeed
+            ZeRO. Installed packages may add more names.
+        devices: the devices on this machine: a number (``2``, ``"2"``; ``-1`` means all), a list (``[0, 1]``,
+            ``"0,1"``), or ``"auto"`` for all CUDA GPUs, or one device if there are none. On a CPU, this is the number
+            of processes.
+        num_nodes: the number of machines.
+        precision: ``"32-true"`` (the default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
+            ``"bf16-mixed"``; the short forms ``"32"``, ``"64"``, ``"16"`` (mixed) and ``"bf16"`` (mixed), which can
+            also be numbers; or a Precision object.
+        logger: a Logger or a list of Loggers; TensorBoard if True or None; no logger if False.
+        callbacks: a Callback or a list of Callbacks. A progress bar, a model summary and a ``ModelCheckpoint`` are
+            added by default.
+        fast_dev_run: run this many batches in each stage, without logging or saving. True means 1; False or 0 turns
+            this off.
+        max_epochs: the total number of epochs, including those before a resume; -1 means no limit. If None, the limit
+            is 1000, or there is none if ``max_steps`` or ``max_time`` is given.
+        min_epochs: the number of epochs before ``should_stop`` (set by ``EarlyStopping``, for example) takes effect; 0
+            if None.
+        max_steps: the total number of optimizer steps, including those before a resume; -1 means no limit.
+        min_steps: the number of optimizer steps before ``should_stop`` takes effect; 0 if None.
+        max_time: stop after this much training time: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments, such
+            as ``{"hours": 12}``. No limit if None.
         grace_seconds: stop this many seconds before ``max_time`` is up, to leave time for the current step, a
             validation and the last checkpoint.
-        limit_train_batches: use this many batches (int) or this fraction of them (float from 0.0 to 1.0) in each epoch.
-            None: all; 0: no training.
-        limit_val_batches: the same for each validation loader; 0: no validation.
+        limit_train_batches: use this many batches (int) or this fraction of them (float from 0.0 to 1.0) in each epoch;
+            all if None, and no training if 0.
+        limit_val_batches: the same for each validation loader; no validation if 0.
         limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each loader to predict from.
-        overfit_batches: train and validate on the same first batches, unshuffled: this many (int), or this fraction
-            (float). 0: off.
+        limit_predict_batches: the same for each prediction loader.
+        overfit_batches: train and validate on the same first batches, unshuffled: this many (int) or this fraction
+            (float). 0 turns this off.
         val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
-            0.0 to 1.0), or after this much time (as for ``max_time``). None: 1.0, at the end of the epoch.
-        check_val_every_n_epoch: validate only in every n-th epoch. None: the batches of ``val_check_interval`` are
+            0.0 to 1.0), or after this much time (as for ``max_time``). If None, validate at the end of the epoch (1.0).
+        check_val_every_n_epoch: validate only in every n-th epoch. If None, the batches of ``val_check_interval`` are
             counted across epochs.
-        num_sanity_val_steps: validation batches to run before training; -1: all; 0: none. None: 2.
-        log_every_n_steps: send step values to the loggers at every n-th step; 0: never. None: 50.
-        enable_checkpointing: None or True: add a ``ModelCheckpoint`` if ``callbacks`` has none; False: do not.
-        enable_progress_bar: the same with a ``RichProgressBar``.
-        enable_model_summary: the same with a ``ModelSummary``.
-        accumulate_grad_batches: batches whose gradients make one optimizer step. A shorter last window of an epoch is
-            averaged over the batches in it. None: 1.
-        gradient_clip_val: the maximum norm or value of the gradients at each step. None or 0: no clipping.
-        gradient_clip_algorithm: ``"norm"``: scale all gradients together; ``"value"``: cut each element. None:
-            ``"norm"``.
-        deterministic: True: only deterministic algorithms, with an error for an operation that has none; ``"warn"``:
-            with a warning. None: keep torch's setting.
-        benchmark: let cuDNN try which convolution is fastest (``torch.backends.cudnn.benchmark``). None: keep torch's
-            setting.
-        inference_mode: True: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
-        use_distributed_sampler: give each process its part of the data. False: leave all loaders as they are.
-        profiler: find where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
-            actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler object. None:
-            no profiling.
-        detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. Slow.
-        barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
-            bare loop.
-        plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are
-            written and read), a ClusterEnvironment (how a launcher tells a process its rank), a TorchSyncBatchNorm
-            (as ``sync_batchnorm=True``).
+        num_sanity_val_steps: the number of validation batches to run before training; -1 means all of them, and 0 means
+            none; 2 if None.
+        log_every_n_steps: send step values to the loggers at every n-th step; 0 means never; 50 if None.
+        enable_checkpointing: if None or True, add a ``ModelCheckpoint`` unless ``callbacks`` has one.
+        enable_progress_bar: if None or True, add a ``RichProgressBar`` unless ``callbacks`` has a progress bar.
+        enable_model_summary: if None or True, add a ``ModelSummary`` unless ``callbacks`` has one.
+        accumulate_grad_batches: the number of batches whose gradients are accumulated for one optimizer step; 1 if
+            None. If the last window of an epoch is shorter, its gradients are averaged over the batches in it.
+        gradient_clip_val: the maximum norm or value of the gradients at each step; no clipping if None or 0.
+        gradient_clip_algorithm: ``"norm"`` (the default) scales all gradients together; ``"value"`` clips each element.
+        deterministic: if True, use only deterministic algorithms and raise for operations without one; if ``"warn"``,
+            warn instead of raising; if None, keep torch's setting.
+        benchmark: let cuDNN benchmark its convolution algorithms and use the fastest
+            (``torch.backends.cudnn.benchmark``); if None, keep torch's setting.
+        inference_mode: evaluate under ``torch.inference_mode`` if True, under ``torch.no_grad`` if False.
+        use_distributed_sampler: give each process its own shard of the data; if False, leave all loaders unchanged.
+        profiler: find out where the time goes: ``"doctor"`` (what is slow, why, and what to change), ``"simple"`` (a
+            table of actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler
+            object; no profiling if None.
+        detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. This is slow.
+        barebones: switch off loggers, callbacks that are added by default, the sanity check and ``self.log``, to
+            measure the bare loop.
+        plugins: objects that replace parts of the Trainer, at most one of each kind: a Precision, a CheckpointIO (how
+            checkpoints are written and read), a ClusterEnvironment (how a launcher tells a process its rank), or a
+            TorchSyncBatchNorm (the same as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
-        reload_dataloaders_every_n_epochs: re-create the loaders every n epochs; 0: never.
-        default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
-            directory. A URL, such as ``s3://bucket/run``, is for checkpoints only; logs then go to the working
-            directory.
-        enable_autolog_hparams: log what ``save_hyperparameters`` kept when a fit starts.
-        compile: True or ``"networks"``: compile the networks in place; ``"step"``: the whole training step with its
-            update; ``"graphs"``: that as a CUDA graph. Or a dict of arguments for ``torch.compile``, with one of these
-            words as ``"scope"``. None or False: do not compile.
-        signals: what a signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"``: finish the step,
-            save, end the run; ``"requeue"``: also give the SLURM job back to the queue; None: leave the signal alone.
-            By default SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
+        reload_dataloaders_every_n_epochs: recreate the loaders every n epochs; 0 means never.
+        default_root_dir: the folder for logs and checkpoints, unless a logger or callback has its own; the working
+            directory if None. A URL, such as ``s3://bucket/run``, is used for checkpoints only; logs then go to the
+            working directory.
+        enable_autolog_hparams: log the hyperparameters from ``save_hyperparameters`` when a fit starts.
+        compile: True or ``"networks"`` compiles the networks in place, ``"step"`` compiles the whole training step with
+            its update, and ``"graphs"`` runs the compiled step as a CUDA graph. A dict sets arguments for
+            ``torch.compile``, with one of these words as ``"scope"``. With None or False, nothing is compiled.
+        signals: what each signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"`` finishes the
+            step, saves and ends the run; ``"requeue"`` also returns the SLURM job to the queue; None leaves the signal
+            alone. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
     """
 
     settings_in_force: list[Row]
@@ -257,7 +262,7 @@ class Trainer:
         self.strategy.checkpoint_io = self.checkpoint_io
 
     def _shorten(self, batches: int) -> None:
-        """Make every run a dry run with this many batches of each kind."""
+        """Make every run a dry run with this many batches in each stage."""
         self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
         self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
         self.limit_train_batches = self.limit_val_batches = batches
@@ -276,26 +281,28 @@ class Trainer:
         weights_only: bool | None = None,
         restore: Part | Iterable[Part] = PARTS,
     ) -> None:
-        """Train.
+        """Train the module.
 
         Args:
             model: the module.
-            train_dataloaders: a DataLoader, any iterable over batches, a list or dict of those, or a DataModule. None:
-                the DataModule's, else the module's ``train_dataloader()``.
-            val_dataloaders: a validation loader, or several. None: likewise.
-            datamodule: a DataModule, instead of loaders.
-            ckpt_path: resume from this checkpoint, a path or a URL. ``"last"``: from the newest valid one in the
-                folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
-                ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
-                the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
-            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
-            restore: which parts of ``ckpt_path`` to take. All of them, the default, continue bit for bit as the saved
-                run would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the optimizers' state
-                (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings (learning
-                rate, weight decay, ...); without it, the settings from ``configure_optimizers`` apply. ``"loops"``:
-                epoch, step, position in the data and in the accumulation window, and what was logged so far in the
-                epoch; without it, the fit starts at epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks'
-                states.
+            train_dataloaders: a DataLoader, any iterable of batches, a list or dict of those, or a DataModule. If None,
+                ``train_dataloader()`` of the DataModule is called, or that of the module if there is no DataModule.
+            val_dataloaders: a validation loader or a list of loaders. If None, ``val_dataloader()`` is called in the
+                same way.
+            datamodule: a DataModule to use instead of loaders.
+            ckpt_path: resume from this checkpoint, a path or a URL. ``"last"`` resumes from the newest valid checkpoint
+                in the folders of this run and of earlier starts of the same command; if there is none, it warns and
+                starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting for the
+                first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh (or means
+                ``"auto"`` in a job that SLURM requeued).
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
+                bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
+                ``"optimizer"`` restores the optimizers' state (such as momentum) and the loss scale. ``"schedulers"``
+                restores the schedulers and the optimizers' settings (learning rate, weight decay, ...); without it, the
+                settings from ``configure_optimizers`` apply. ``"loops"`` restores the epoch, the step, the position in
+                the data and in the accumulation window, and the values logged so far in the epoch; without it, the fit
+                starts at epoch 0. ``"rng"`` restores the random states, and ``"callbacks"`` the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -314,15 +321,15 @@ class Trainer:
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation data; returns the logged values, one dict for each loader.
+        """Run ``validation_step`` over the validation data; return the logged values, one dict per loader.
 
         Args:
-            model: the module. None: the last run's module, with the weights of its best checkpoint.
-            dataloaders: one loader or several. None: from the DataModule or the module.
+            model: the module; if None, the last run's module, with the weights of its best checkpoint.
+            dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
-            datamodule: a DataModule, instead of loaders.
-            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
+            datamodule: a DataModule to use instead of loaders.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
         """
         loaders = {"validate": dataloaders}
         request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
@@ -337,7 +344,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
+        """Run ``test_step`` over the test data, with the arguments and result of :meth:`validate`."""
         loaders = {"test": dataloaders}
         request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
         return self._evaluate(request, verbose)
@@ -391,60 +398,63 @@ class Trainer:
         weights_only: bool | None = None,
         gather: bool = False,
     ) -> list[Any] | None:
-        """Run ``predict_step`` over the data to predict from.
+        """Run ``predict_step`` over the prediction data.
 
         Args:
-            model: the module. None: the last run's module, with the weights of its best checkpoint.
-            dataloaders: one loader or several. None: from the DataModule or the module.
-            datamodule: a DataModule, instead of loaders.
-            return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
-                None means True.
+            model: the module; if None, the last run's module, with the weights of its best checkpoint.
+            dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
+            datamodule: a DataModule to use instead of loaders.
+            return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
+                ``BasePredictionWriter`` receive them, batch by batch.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
-            gather: with several processes, return the batches of all of them, in the order of the data, on each one.
-                False: each process returns its own.
+            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            gather: with several processes, return the predictions of all processes, in data order, on each process; if
+                False, each process returns its own.
 
         Returns:
-            What ``predict_step`` returned, a list with one entry for each batch (with several loaders a list of such
-            lists); None with ``return_predictions=False``.
+            The outputs of ``predict_step``, a list with one entry per batch (with several loaders, a list of such
+            lists); None if ``return_predictions`` is False.
         """
         keep, loaders = return_predictions is not False, {"predict": dataloaders}
         if gather and not keep:
-            raise ValueError("Trainer.predict(return_predictions=False, gather=True): there is nothing to gather.")
+            raise ValueError(
+                "Trainer.predict got return_predictions=False and gather=True, so there is nothing to gather. Leave "
+                "out one of them."
+            )
         self._begin(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))()
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run, whole or not at all, and return when it is on the disk.
+        """Write a checkpoint of the run atomically, and return once it is on disk.
 
-        Every rank must call this. A background write is finished first.
+        Every rank must call this. If a background write is in progress, it is finished first.
 
         Args:
-            filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
-                sharded checkpoints.
-            weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
-            storage_options: passed to your own CheckpointIO; otherwise it must be None.
+            filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
+                checkpoints.
+            weights_only: leave out optimizers, callbacks and random states; a run cannot resume from such a file.
+            storage_options: passed to a custom CheckpointIO; must be None if there is none.
 
         Raises:
             AttributeError: no module is attached yet.
-            OSError: the file could not be written; an older file of that name is untouched.
+            OSError: the file could not be written; an older file with that name is left unchanged.
         """
         if self.current_run.module is None:
             raise AttributeError(
-                f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
-                "test, predict) first."
+                f"Trainer.save_checkpoint({str(filepath)!r}) was called before the Trainer had a module to save. Call "
+                "fit, validate, test or predict first."
             )
         self.saver.save([filepath], bool(weights_only), storage_options=storage_options)
 
     @property
     def has_own_save(self) -> bool:
-        """Whether a subclass or the program replaced :meth:`save_checkpoint`; callbacks then save with that."""
+        """Whether a subclass or the program replaced :meth:`save_checkpoint`; if so, callbacks call it to save."""
         save: Any = self.save_checkpoint
         return inspect.unwrap(getattr(save, "__func__", save)) is not _save_checkpoint
 
     @property
     def saver(self) -> Saver:
-        """Writes the checkpoints of the run, one at a time."""
+        """The object that writes the run's checkpoints, one at a time."""
         return self.current_run.saver
 
     def __getstate__(self) -> dict[str, Any]:
@@ -462,7 +472,7 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """Prepare a run of the request, here or in the processes that the strategy's launcher starts."""
+        """Return a function that runs the request, in this process or in those that the strategy's launcher creates."""
         check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
@@ -471,7 +481,7 @@ class Trainer:
         return self.current_run.execute
 
     def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
-        """Run in the processes that the launcher starts."""
+        """Run the request in the processes that the launcher starts."""
         from ..processes.launch import told_if_stopped_early
 
         with told_if_stopped_early(len(self.strategy.device_ids)):
@@ -480,11 +490,12 @@ class Trainer:
             return run_in_processes(self, launcher, request)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are created on the run's device and in its dtype.
+        """Context manager that creates layers on the run's device and in its dtype.
 
         Args:
-            empty_init: True leaves their initial values out, for weights that will be loaded; under a strategy that
-                shards they have no memory either, until each process gets its part with the values.
+            empty_init: if True, do not initialize the weights, because they will be loaded. Under a strategy that
+                shards weights, the layers use no memory until each process creates its own shard with the initial
+                values.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -497,7 +508,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps made, over all optimizers and epochs."""
+        """The number of optimizer steps in all epochs; manual optimization counts the steps of every optimizer."""
         return self.state.global_step
 
     @property
@@ -507,7 +518,10 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Set to True to ask the training to stop after this batch (respected after min_epochs and min_steps)."""
+        """Whether training was asked to stop. Set to True to stop it after this batch.
+
+        It stops only after ``min_epochs`` and ``min_steps``.
+        """
         return self.state.should_stop
 
     @should_stop.setter
@@ -516,11 +530,13 @@ class Trainer:
         self.state.stop |= self.state.should_stop
 
     def may_stop(self) -> bool:
-        """Whether ``should_stop`` takes effect yet: only after ``min_epochs`` and ``min_steps``."""
+        """Return True if ``should_stop`` takes effect now, which is after ``min_epochs`` and ``min_steps``."""
         epochs, steps = self.min_epochs or 0, self.min_steps or 0
         if self.state.epoch >= epochs and self.state.global_step >= steps:
             return True
-        messages.info_once(f"Asked to stop, but training continues until min_epochs={epochs} and min_steps={steps}.")
+        messages.info_once(
+            f"A stop was requested, but training continues until min_epochs={epochs} and min_steps={steps}."
+        )
         return False
 
     @property
@@ -545,7 +561,7 @@ class Trainer:
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are running."""
+        """Whether the sanity check (a few validation batches before training) is running."""
         return self.state.stage == "sanity_check"
 
     @sanity_checking.setter
@@ -569,7 +585,7 @@ class Trainer:
 
     @property
     def logs_this_step(self) -> bool:
-        """Whether the values of the current or just finished update go to the loggers."""
+        """Whether the values of the current or just completed update go to the loggers."""
         state = self.state
         return (state.updates if state.stepped else state.updates + 1) % self.log_every_n_steps == 0
 
@@ -590,7 +606,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The module as the strategy wrapped it, or None."""
+        """The module as wrapped by the strategy, or None."""
         return self.current_run.model
 
     @model.setter
@@ -608,11 +624,14 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list applies from the next epoch."""
+        """The fit's optimizers, as ``configure_optimizers`` created them. A new list applies from the next epoch."""
         return self.current_run.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
+        module = self.current_run.module
+        if module is not None and module.automatic_optimization:
+            check_together(module, optimizers, "trainer.optimizers was set to")
         self.current_run.optimizers = optimizers
 
     @property
@@ -626,12 +645,12 @@ class Trainer:
 
     @property
     def predictions(self) -> Any:
-        """What the last ``predict`` collected; None if it kept nothing."""
+        """The predictions that the last ``predict`` collected; None if it kept none."""
         return self.current_run.predictions
 
     @property
     def predict_batch_indices(self) -> list[list[list[int]]]:
-        """For each loader of a ``predict``, the sample indices of each batch so far, if they are known."""
+        """The sample indices of each batch so far, for each ``predict`` loader, if they are known."""
         return self.current_run.predict_batch_indices
 
     @property
@@ -641,7 +660,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The file that the last run loaded, or None. If set, every entry point loads it, until it is set to None."""
+        """The checkpoint that the last run loaded, or None. If set, every entry point loads it until it is cleared."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -661,32 +680,32 @@ class Trainer:
 
     @property
     def scaler(self) -> Any:
-        """fp16's loss scaler, or None."""
+        """The fp16 loss scaler, or None."""
         return self.strategy.precision.scaler
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; it compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
         return AcceleratorRegistry[self.strategy.device.type]()
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices of this node's processes, one each; on the CPU 0, 1, ..."""
+        """The device index of each process on this node; on a CPU, 0, 1, ..."""
         return self.strategy.device_ids
 
     @property
     def num_devices(self) -> int:
-        """Number of devices on this node."""
+        """The number of devices on this node."""
         return self.world_size // self.num_nodes
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines."""
+        """The number of machines."""
         return self.strategy.num_nodes
 
     @property
     def world_size(self) -> int:
-        """Number of processes on all machines."""
+        """The number of processes on all machines."""
         return self.strategy.world_size
 
     @property
@@ -706,44 +725,44 @@ class Trainer:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and messages."""
+        """Whether this process has global rank 0, so that it writes files and messages."""
         return self.strategy.is_global_zero
 
     # ---- data ------------------------------------------------------------------------------------------------------
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, the list or dict of them, or None before they were made."""
+        """The training loader, a list or dict of loaders, or None before they are created."""
         return self.current_run.source.shown("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, the list or dict of them, or None before they were made."""
+        """The validation loader, a list or dict of loaders, or None before they are created."""
         return self.current_run.source.shown("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader, the list or dict of them, or None before they were made."""
+        """The test loader, a list or dict of loaders, or None before they are created."""
         return self.current_run.source.shown("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader to predict from, the list or dict of them, or None before they were made."""
+        """The prediction loader, a list or dict of loaders, or None before they are created."""
         return self.current_run.source.shown("predict")
 
     @property
     def num_training_batches(self) -> int | float:
-        """Training batches per epoch; inf for a loader without a length."""
+        """The number of training batches per epoch; inf for a loader without a length."""
         return self.current_run.source.num_training_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
+        """The number of batches of each validation loader."""
         return list(self.current_run.source.eval.get("validate", ([], []))[1])
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check of a fit."""
+        """The number of batches of each validation loader in a fit's sanity check."""
         request = self.current_run.request
         if request is None or request.fn != "fit":
             return []
@@ -752,29 +771,29 @@ class Trainer:
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of each test loader."""
+        """The number of batches of each test loader."""
         return list(self.current_run.source.eval.get("test", ([], []))[1])
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of each loader to predict from."""
+        """The number of batches of each prediction loader."""
         return list(self.current_run.source.eval.get("predict", ([], []))[1])
 
     @property
     def enable_validation(self) -> bool:
-        """Whether this fit validates: there is a loader, a validation_step, and limit_val_batches is not 0."""
+        """Whether this fit validates: it has a loader and a validation_step, and limit_val_batches is not 0."""
         return self.current_run.source.validates()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """Arguments for a DistributedSampler, or None with one process."""
+        """Arguments for a DistributedSampler; None with a single process."""
         return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps the fit will make, for schedules that need the total; makes the training loader.
+        """The number of optimizer steps in the fit, for schedules that need the total. Reading it creates the loader.
 
-        inf when neither epochs nor steps are limited, or the loader has no length.
+        It is inf if neither epochs nor steps are limited, or if the loader has no length.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps
@@ -786,7 +805,7 @@ class Trainer:
         return total if self.max_steps == -1 else min(total, self.max_steps)
 
     def _accumulation(self, epoch: int) -> int:
-        """Micro-batches an update in an epoch."""
+        """Return the number of micro-batches per update in an epoch."""
         deciding = (replaced(callback, "get_accumulate_grad_batches", Callback) for callback in self.callbacks)
         found = (method(epoch) for method in deciding if method is not None)
         return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
@@ -822,7 +841,7 @@ class Trainer:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers; setting None removes them."""
+        """The loggers; setting this property to None removes them."""
         return vars(self)["loggers"]
 
     @loggers.setter
@@ -850,7 +869,10 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values for the progress bar. On an accelerator they may be one refresh old, because nothing waits."""
+        """The values for the progress bar.
+
+        On an accelerator, they may be one refresh old, because reading them does not wait for the device.
+        """
         return bar_values(self.current_run.metrics)
 
     @property
@@ -859,11 +881,11 @@ class Trainer:
         return sent_values(self.current_run.metrics)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Send numbers to all loggers, with the epoch; does nothing on ranks other than 0.
+        """Send numbers and the epoch to all loggers; does nothing on ranks other than 0.
 
         Args:
             metrics: numbers by name.
-            step: position on the x axis; None: the number of updates made.
+            step: the position on the x axis; the number of updates so far if None.
         """
         if self.is_global_zero:
             values = {"epoch": self.state.epoch, **metrics}
@@ -879,7 +901,7 @@ class Trainer:
         if bar is not None:
             bar.print(*args, **kwargs)
         else:
-            print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+            print(*args, **kwargs)  # noqa: T201 - printing is what the caller asked for
 
 
 _save_checkpoint = Trainer.save_checkpoint

@@ -1,4 +1,4 @@
-"""Validation inside a fit: the sanity check before it, and when it is due."""
+"""Validation inside a fit: the sanity check before training, and when each validation is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Validation:
     """The validations of one fit.
 
     Attributes:
-        every: batches between validations in the current epoch; inf: after its last batch; None: no validation.
+        every: batches between validations in the current epoch; inf means after its last batch, and None means no
+            validation.
         random: the random states at the start of the current validation.
     """
 
@@ -33,7 +34,7 @@ class Validation:
         self.random: dict[str, Any] | None = None
 
     def comes(self) -> bool:
-        """Whether a remaining epoch of this fit validates."""
+        """Return True if a remaining epoch of this fit validates."""
         run, state = self.run, self.run.state
         if not run.source.validates() or run.trainer.limit_train_batches == 0:
             return False
@@ -41,7 +42,7 @@ class Validation:
         return run.trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= run.trainer.max_epochs
 
     def sanity_check(self) -> None:
-        """Run a few validation batches before training; metrics and random states stay as they were."""
+        """Run a few validation batches before training, without changing metrics or random states."""
         run, hooks, metrics = self.run, self.run.hooks, self.run.metrics
         if not self.comes() or run.trainer.num_sanity_val_steps == 0:
             return
@@ -65,11 +66,11 @@ class Validation:
         return self.every is not None
 
     def due(self, batch_idx: int, reason: Reason) -> bool:
-        """Whether to validate after this batch. ``reason``: why it is the last batch, if it is."""
+        """Return True if validation is due after this batch. ``reason`` says why the run stops after it, if it does."""
         run, state = self.run, self.run.state
         if run.trainer.val_check_seconds is not None:
             late = time.monotonic() - self.last >= run.trainer.val_check_seconds
-            return run.strategy.agree(late)  # clocks differ: one small host message per batch
+            return run.strategy.agree(late)  # clocks differ, so this takes a host message per batch
         if reason == "asked" and not state.window:
             return True
         if self.every == float("inf") or self.every is None:

@@ -1,4 +1,4 @@
-"""``verify``: check whether a strategy gives the same numbers as one process, or where they first differ."""
+"""Check whether a strategy gives the same numbers as one process, and find where they first differ."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Verdict:
     Attributes:
         error: the largest error of a parameter after the last step, as a fraction of its largest norm so far, compared
             with the same training in float64.
-        one_process: the same for one process in the requested precision: rounding error alone.
-        step: the first step after which a parameter differs, 0 being the start; None if none does.
+        one_process: the same for one process in the requested precision, which is rounding error alone.
+        step: the first step after which a parameter differs, where 0 is the start; None if no parameter differs.
         parameter: that parameter's name.
         failure: the error that ended the run, or an empty string.
     """
@@ -58,7 +58,7 @@ class Verdict:
 
 @dataclass
 class Report:
-    """What :func:`verify` found; ``print`` shows it as a table."""
+    """The results of :func:`verify`; ``print`` shows them as a table."""
 
     steps: int
     tolerance: float
@@ -92,10 +92,10 @@ def verify(
     tolerance: float = 1e-6,
     **arguments: Any,
 ) -> Report:
-    """Train a few steps under each strategy and compare every parameter after every step with one process.
+    """Train a few steps under each strategy, and after every step compare every parameter with one-process training.
 
-    Each run starts from the module's current weights and makes ``steps`` updates on the same batches; a strategy that
-    splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
+    Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
+    that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
     strategy differs if its error exceeds both ``tolerance`` and ten times the error of one process in the same
     precision. Dropout is switched off, because its masks depend on the process. The module itself is not changed.
 
@@ -157,11 +157,11 @@ def _run(
         trainer.strategy.start_method = "spawn" if fork_obstacle(trainer.strategy.device.type) else "fork"
     trainer.fit(learner, _Part(batches, trainer))
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
-        raise RuntimeError(f"{strategy!r} made no optimizer step on the {len(list(batches))} batches it was given.")
+        raise RuntimeError(f"{strategy!r} ran no optimizer step on the {len(list(batches))} batches that it was given.")
 
 
 def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """The first ``count`` batches of a loader, which is read again when it ends."""
+    """Return the first ``count`` batches of a loader, which is read again when it ends."""
     found: list[Any] = []
     epoch = 0
     while len(found) < count:
@@ -172,7 +172,10 @@ def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
             if len(found) == count:
                 break
         if len(found) == before:
-            raise ValueError(f"verify got a loader that yields nothing after {before} of {count} batches.")
+            raise ValueError(
+                f"verify needs {count} batches, but the loader yielded only {before}. Pass a loader that can be read "
+                "several times."
+            )
         epoch += 1
     release_shuffling(loader)
     return found
@@ -216,7 +219,7 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
 
 
 class _Exact(Callback):
-    """Saves the parameters after each update in a file."""
+    """Saves the parameters to a file after each update."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -229,7 +232,7 @@ class _Exact(Callback):
             self.look(trainer.state.updates, trainer.strategy.model_state(pl_module), trainer.is_global_zero)
 
     def look(self, step: int, state: dict[str, Any], first: bool) -> None:
-        """Record the parameters after an update; every process calls this."""
+        """Record the parameters after an update; every process must call this."""
         torch.save(state, self.folder / f"{step}.pt")
 
 

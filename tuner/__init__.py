@@ -1,1 +1,1 @@
-"""Trials on a run's own module that find a learning rate or a batch size, and leave nothing else behind."""
+"""Find a learning rate or a batch size by running trials on the module itself, then restore everything else."""

@@ -12,12 +12,12 @@ _NOTHING = object()
 
 
 class Place(NamedTuple):
-    """An attribute or entry that holds a setting.
+    """An attribute or a mapping entry that holds a setting.
 
     Attributes:
         holder: the object or mapping.
-        key: the name in it.
-        words: its name in messages.
+        key: name of the attribute or entry.
+        words: name to use in messages.
     """
 
     holder: Any
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     words: str
 
     def get(self) -> Any:
-        """The value."""
+        """Return the current value."""
         return _get(self.holder, self.key)
 
     def set(self, value: Any) -> None:
@@ -41,7 +41,7 @@ def _get(holder: Any, key: str) -> Any:
 
 
 def _at(holder: Any, path: str, words: str) -> Place | None:
-    """The attribute at a path such as ``"optimizer.lr"`` in ``holder``; None if it does not exist or cannot be set."""
+    """Return the :class:`Place` at a path such as ``"optimizer.lr"``; None if it does not exist or cannot be set."""
     *way, key = path.split(".")
     for step in way:
         holder = _get(holder, step)
@@ -56,7 +56,7 @@ def _at(holder: Any, path: str, words: str) -> Place | None:
 
 
 def find(owners: Sequence[Any], path: str) -> list[Place]:
-    """All attributes and hyperparameters of the owners (None is skipped) with a name or dotted path."""
+    """Return all attributes and hyperparameters of the owners at a name or dotted path. An owner may be None."""
     found = []
     for owner in owners:
         if owner is None:
@@ -69,7 +69,10 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 
 
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
-    """The attributes and hyperparameters of the first name that exists."""
+    """Return the attributes and hyperparameters that hold a setting.
+
+    Looks for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
+    """
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:
@@ -79,12 +82,12 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
     wanted = repr(asked) if asked else messages.names(names)
     hint = f" The hyperparameters are {messages.names(there, 'and')}." if there else ""
     raise AttributeError(
-        f"{who} has neither an attribute nor a hyperparameter {wanted} to set.{hint} Keep the value in __init__ "
-        f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and use it from there, or name another place: "
-        f"{argument}='hparams.training.{names[0]}'."
+        f"{who} has neither an attribute nor a hyperparameter {wanted} to set.{hint} Store the value in __init__ "
+        f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and read it from there, or name the attribute that "
+        f"holds it, such as {argument}='hparams.training.{names[0]}'."
     )
 
 
 def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[Place]:
-    """The attributes and hyperparameters that hold the learning rate."""
+    """Return the attributes and hyperparameters that hold the learning rate."""
     return find_one_of([module, datamodule], attr_name, LR_NAMES, "attr_name")

@@ -1,4 +1,4 @@
-"""Find the largest batch that fits into memory, by running real steps with growing sizes."""
+"""Run real steps with growing batch sizes to find the largest one that fits into memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class BatchTrial(NamedTuple):
     """The result for one batch size.
 
     Attributes:
-        size: samples in a batch of one process.
-        fits: whether no process ran out of memory.
-        peak_bytes: peak memory of the process that used the most: of its device, or of the process itself on a CPU;
-            None if unknown.
-        seconds: duration.
+        size: samples in one process's batch.
+        fits: whether all processes had enough memory.
+        peak_bytes: peak memory of the process that used the most: device memory, or the process's own memory on a
+            CPU; None if unknown.
+        seconds: how long the trial took.
         where: ranks that ran out of memory.
     """
 
@@ -60,8 +60,8 @@ class Found:
     """The batch size that fits, and how it was found.
 
     Attributes:
-        size: samples in a batch of one process.
-        trials: all sizes tried, in order.
+        size: samples in one process's batch.
+        trials: results for all sizes tried, in order.
     """
 
     size: int
@@ -70,10 +70,10 @@ class Found:
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """The settings of a search; call it with a prepared run.
+    """A batch size search with its settings. Call it with a prepared run.
 
     Args:
-        places: finds the attributes that hold the size.
+        places: function that finds the attributes that hold the size.
     """
 
     places: Callable[[Run], list[Place]]
@@ -110,7 +110,7 @@ class SizeSearch:
                 place.set(value)
 
     def search(self, trials: _Trials) -> int:
-        """Double until a size does not fit, or halve until one does; ``binsearch`` then narrows down the largest one.
+        """Double the size until it no longer fits, or halve it until it does. ``binsearch`` then refines the result.
 
         ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
         trials.
@@ -141,7 +141,7 @@ class SizeSearch:
         return max(int(fits * (1 - self.margin)), 1) if self.mode == "binsearch" and fails else fits
 
     def nothing_fits(self, made: list[BatchTrial]) -> RuntimeError:
-        """The error if no size fits."""
+        """Return the error to raise if no size fits."""
         return RuntimeError(
             f"None of the batch sizes tried fits into memory ({'; '.join(map(str, made))}). Reduce the memory per "
             "sample: precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
@@ -151,11 +151,12 @@ class SizeSearch:
 class _Trials:
     """Tries sizes on all ranks.
 
-    Trials communicate no gradients, so no rank waits for one that ran out of memory; all ranks learn of it afterwards.
+    Trials do not reduce gradients across ranks, so no rank waits for one that ran out of memory. All ranks learn about
+    the failure after the trial.
 
     Attributes:
         made: results so far.
-        samples: samples in the data of one process; None while unknown.
+        samples: samples in one process's data; None while unknown.
     """
 
     def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
@@ -182,7 +183,7 @@ class _Trials:
         return not out
 
     def attempt(self, size: int) -> tuple[str, Exception | None]:
-        """Run the steps of a trial; returns how they ended on this rank."""
+        """Run a trial's steps. Return this rank's failure in words (empty if none), and the error to raise if any."""
         for place in self.places:
             place.set(size)
         try:
@@ -190,19 +191,19 @@ class _Trials:
         except Exception as error:
             if not is_out_of_memory(error):
                 return f"{type(error).__name__}: {error}", error
-            return "out of memory", None  # without the error, whose frames would keep the memory
+            return "out of memory", None  # without the error, because its frames would keep the memory allocated
         return "", None
 
     def refuse_errors(self, error: Exception | None, kinds: list[str]) -> None:
-        """Raise errors other than running out of memory on every rank."""
+        """Raise an error on every rank if any rank failed for a reason other than running out of memory."""
         if error is not None:
             raise error
         wrong = next(((r, kind) for r, kind in enumerate(kinds) if kind not in ("", "out of memory")), None)
         if wrong is not None:
-            raise RuntimeError(f"scale_batch_size ended with an error on rank {wrong[0]}: {wrong[1]}")
+            raise RuntimeError(f"scale_batch_size failed on rank {wrong[0]}: {wrong[1]}")
 
     def steps(self, size: int) -> None:
-        """Run real steps with batches of a size."""
+        """Run real steps with batches of ``size`` samples."""
         settings = self.settings
         change = None if self.places_decide() else partial(_resized, size=size)
         with stand_in(self.run, change) as own:
@@ -228,11 +229,11 @@ class _Trials:
                 trial.train(own, lambda: None, enough)
 
     def places_decide(self) -> bool:
-        """Whether loaders come from hooks, which read the size from an attribute."""
+        """Return True if loaders come from hooks, which read the size from an attribute."""
         return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
-        """Raise if batches have a different size, because the trials would then be meaningless."""
+        """Raise an error if batches have a different size, which would make the trials meaningless."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
             strategy = self.run.strategy
@@ -245,27 +246,27 @@ class _Trials:
             where = messages.names([place.words for place in self.places], "and")
             key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
-                f"{where} was set to {size}, but the loader yields batches of {found}, so it does not read that "
-                f"value. Build it in the hook with DataLoader(..., batch_size=self.{key})."
+                f"{where} was set to {size}, but the loader yields batches of {found}, so it does not use that "
+                f"value. Create the loader in the hook, with DataLoader(..., batch_size=self.{key})."
             )
 
 
 def stage_of(method: str) -> str:
-    """The stage whose loader is resized."""
+    """Return the stage whose loader is resized."""
     return "train" if method == "fit" else method
 
 
 def check(run: Run) -> None:
-    """Raise if trials cannot run independently on each rank."""
+    """Raise an error if trials cannot run independently on each rank."""
     strategy = run.strategy
     refuse_strategy(run, "scale_batch_size")
     if strategy.world_size > 1 and (strategy.communicates_forward or run.trainer.sync_batchnorm):
         what = "sync_batchnorm=True" if run.trainer.sync_batchnorm else type(strategy).__name__
         raise NotImplementedError(
-            f"scale_batch_size on {strategy.world_size} processes with {what}: a forward pass communicates, so a rank "
-            "that runs out of memory would leave the other ranks waiting in it. Use "
-            "paceline.find_executable_batch_size around a function that creates module and Trainer, or try sizes on "
-            "one process."
+            f"scale_batch_size does not work on {strategy.world_size} processes with {what}: its forward pass "
+            "communicates, so if one rank ran out of memory, the others would wait for it forever. Use "
+            "paceline.find_executable_batch_size around a function that creates the module and the Trainer, or search "
+            "on one process."
         )
 
 
@@ -280,13 +281,13 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """The largest batch size up to ``largest`` that evenly divides a process's samples per update."""
+    """Return the largest batch size up to ``largest`` that evenly divides a process's samples per update."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:
         raise ValueError(
-            f"scale_batch_size(effective_batch={effective}) cannot be split over {num_ranks} processes. Use a multiple "
-            f"of {num_ranks}, or 'keep'."
+            f"scale_batch_size(effective_batch={effective}) cannot be split evenly across {num_ranks} processes. Use a "
+            f"multiple of {num_ranks}, or 'keep'."
         )
     share = effective // num_ranks
     size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
@@ -297,7 +298,7 @@ def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
 
 
 def _check_loader(loader: Any) -> None:
-    """Raise a ValueError if only the user can change this loader's batch size."""
+    """Raise a ValueError if this loader's batch size cannot be changed from outside."""
     why = ""
     if isinstance(loader, CombinedLoader) or is_loader_collection(loader):
         why = "several loaders were given, so it is not clear which one to resize"
@@ -305,29 +306,29 @@ def _check_loader(loader: Any) -> None:
         why = f"a {type(loader).__name__} was given, which yields ready-made batches"
     elif type(loader.batch_sampler) is not BatchSampler:
         made = "its dataset (batch_size=None)" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
-        why = f"the {type(loader).__name__} that was given gets its batches from {made}"
+        why = f"the given {type(loader).__name__} gets its batches from {made}"
     if why:
         raise ValueError(
             f"scale_batch_size cannot change the batch size: {why}. Define train_dataloader() on the module or a "
-            "DataModule, which reads self.batch_size, or pass one DataLoader(dataset, batch_size=...)."
+            "DataModule so that it reads self.batch_size, or pass a single DataLoader(dataset, batch_size=...)."
         )
 
 
 def size_of(loader: Any) -> int:
-    """The batch size of a loader, if it can be changed."""
+    """Return a loader's batch size; raise a ValueError if it cannot be changed."""
     _check_loader(loader)
     return loader.batch_sampler.batch_size
 
 
 def _resized(loader: Any, size: int) -> Any:
-    """A copy of a loader with a different batch size."""
+    """Return a copy of a loader with a different batch size."""
     _check_loader(loader)
     batches = BatchSampler(loader.sampler, size, loader.drop_last)
     return replaced(loader, batch_size=size, batch_sampler=batches)
 
 
 def resize(loader: Any, size: int) -> None:
-    """Change the batch size of the user's loader in place. DataLoader does not allow setting the attribute."""
+    """Change the batch size of the user's loader in place, which DataLoader itself does not allow."""
     _check_loader(loader)
     loader.batch_sampler.batch_size = size
     vars(loader).update(batch_size=size)
@@ -338,7 +339,7 @@ def resize(loader: Any, size: int) -> None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Free unused memory, and start measuring the peak."""
+    """Free unused memory and restart the peak measurement."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -350,7 +351,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int | None:
-    """Peak memory of the device (on the CPU, of this process) since :func:`_reset_peak`; None if unknown."""
+    """Return the device's (on a CPU, this process's) peak memory since :func:`_reset_peak`; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Run ``Tuner.scale_batch_size`` when fit, validate, test or predict begins, and use the size that it finds.
+    """Runs ``Tuner.scale_batch_size`` when fit, validate, test or predict begins, and uses the size that it finds.
 
-    A resumed fit does not search: it uses the size from the checkpoint.
+    A resumed fit does not search; it uses the batch size from the checkpoint.
 
     Args:
         mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, effective_batch: as for
             ``Tuner.scale_batch_size``.
 
     Attributes:
-        optimal_batch_size: result of the last search; None before the first.
-        trials: the sizes that the last search tried, with the memory that each took.
+        optimal_batch_size: result of the last search; None before the first search.
+        trials: the sizes that the last search tried, with the memory used by each.
     """
 
     runs_first = True
@@ -54,7 +54,7 @@ class BatchSizeFinder(Callback):
         self._accumulate = 1
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Search now. Call it on all ranks, before an epoch."""
+        """Search now. Call this on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
         found = find_size(trainer.current_run, self._settings, self._name, self._effective, method)
         if found is not None:

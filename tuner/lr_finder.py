@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Run ``Tuner.lr_find`` inside a fit, on its module and optimizer, and train with the rate that it finds.
+    """Runs ``Tuner.lr_find`` inside a fit, on its module and optimizer, and trains with the rate that it finds.
 
-    Everything but the rate is restored. A resumed fit keeps its learning rate.
+    Everything but the learning rate is restored after the search. A resumed fit keeps its learning rate.
 
     Args:
-        num_training_steps: optimizer steps of the test.
+        num_training_steps: number of optimizer steps in the test.
         update_attr: train with the suggested rate, and set the module's attribute to it.
-        milestones: epochs (0-based) before which to search again. Schedules then continue, scaled in proportion.
+        milestones: epochs (0-based) before which to search again. Schedules then continue, scaled to the new rate.
         min_lr, max_lr, mode, early_stop_threshold, attr_name: as for ``Tuner.lr_find``.
 
     Attributes:
-        optimal_lr: result of the last search; None before the first.
+        optimal_lr: result of the last search; None before the first search.
     """
 
     runs_first = True
@@ -55,13 +55,13 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Search now. A subclass may call it at other moments, on all ranks, between two accumulation windows."""
+        """Search now. A subclass may call this at other times, on all ranks, between two accumulation windows."""
         found = find_lr(trainer.current_run, self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.current_run.resumes:
-            messages.info("LearningRateFinder does nothing: the fit continues with the checkpoint's learning rate.")
+            messages.info("LearningRateFinder is skipped, because the fit continues with the saved learning rate.")
             return
         self.lr_find(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Learning rate range test: train with a growing rate, and find where the loss falls fastest."""
+"""Learning rate range test: train with a growing learning rate and find where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
-#: Number of first steps in which the loss depends more on the batches than on the rate, so it cannot end the test.
+#: Number of steps at the start during which the loss depends more on the batches than on the rate. In these steps, the
+#: loss cannot stop the test.
 _SETTLING = 10
 
 
@@ -32,11 +33,11 @@ class LRFinder:
     """The result of a range test (Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017).
 
     Attributes:
-        mode: how the rate grew, ``"exponential"`` or ``"linear"``.
+        mode: how the learning rate grew, ``"exponential"`` or ``"linear"``.
         lr_min: the first rate.
-        lr_max: the last rate, unless the loss diverged before.
+        lr_max: the last rate, unless the loss diverged earlier.
         num_training: requested number of steps.
-        results: ``"lr"``: the rates; ``"loss"``: the smoothed loss at each rate, the mean over all ranks.
+        results: the rates under ``"lr"``, and the smoothed loss at each rate, averaged across ranks, under ``"loss"``.
     """
 
     mode: Mode
@@ -47,7 +48,7 @@ class LRFinder:
     _optimal_idx: int | None = field(default=None, repr=False)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The learning rate where the loss falls fastest on a log scale; None if there are too few steps.
+        """Return the learning rate where the loss falls fastest on a log scale; None if there are too few steps.
 
         Rates past the lowest loss are ignored: once the loss has diverged, a drop means nothing.
 
@@ -70,48 +71,48 @@ class LRFinder:
         return self.results["lr"][self._optimal_idx]
 
     def _why_none(self, skip_begin: int, skip_end: int) -> str:
-        """Explain why there is no suggestion, and what to do."""
+        """Explain why the test has no suggestion, and what to do."""
         losses = self.results["loss"]
         if not losses:
             return (
-                "This LRFinder has no steps to suggest a learning rate from: lr_find makes none under fast_dev_run. "
-                "Leave fast_dev_run out."
+                "This LRFinder cannot suggest a learning rate, because lr_find runs no steps with fast_dev_run. "
+                "Leave out fast_dev_run."
             )
         first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
         if first == len(losses):
             return (
-                f"The range test made {len(losses)} steps, too few to suggest a learning rate from when the first "
-                f"{skip_begin} and the last {skip_end} are skipped. Raise num_training, lower max_lr or skip_begin."
+                f"The range test ran {len(losses)} steps, too few to suggest a learning rate, because the first "
+                f"{skip_begin} and the last {skip_end} are skipped. Raise num_training, or lower max_lr or skip_begin."
             )
         rate = self.results["lr"][first]
         if first == 0:
             cause = (
-                "Before the first update, the rate cannot be the cause: check the batches, the loss and the precision"
+                "The rate cannot be the cause before the first update, so check the batches, the loss and the precision"
             )
         else:
             cause = f"If {rate:.4g} is too high, lower min_lr and max_lr; otherwise check the batches and the loss"
         return (
             f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
-            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) names the operation."
+            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) shows which operation failed."
         )
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Draw the loss over the rate with matplotlib; returns the figure.
+        """Plot the loss against the learning rate with matplotlib, and return the figure.
 
         Args:
-            suggest: mark the suggestion.
-            show: open a window.
+            suggest: mark the suggested rate.
+            show: open a window with the plot.
             ax: matplotlib axes to draw into, instead of a new figure.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed.
+            ModuleNotFoundError: if matplotlib is not installed.
         """
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "LRFinder.plot() draws with matplotlib, which is not installed: pip install matplotlib. The numbers "
-                "are in .results."
+                "LRFinder.plot() needs matplotlib, which is not installed. Run: pip install matplotlib, or read the "
+                "numbers from .results."
             ) from error
         figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
         ax.plot(self.results["lr"], self.results["loss"])
@@ -129,10 +130,10 @@ class LRFinder:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The settings of a range test; call it with a prepared run.
+    """A range test with its settings. Call it with a prepared run.
 
     Args:
-        attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; None: do not check it.
+        attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; if None, it is not checked.
     """
 
     min_lr: float = 1e-8
@@ -147,12 +148,12 @@ class RangeTest:
             raise ValueError(messages.unknown("mode of lr_find", self.mode, ("exponential", "linear")))
         if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
             raise ValueError(
-                f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): the first "
-                "rate must be above zero and below the last, and there must be at least 2 steps."
+                f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): min_lr "
+                "must be above 0 and below max_lr, and num_training must be at least 2."
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, 0-based."""
+        """Return the learning rate for a step (0-based)."""
         share = step / (self.num_training - 1)
         if self.mode == "linear":
             return self.min_lr + (self.max_lr - self.min_lr) * share
@@ -180,14 +181,14 @@ class RangeTest:
 
 
 class _Curve:
-    """Records the loss of each window, and ends the test."""
+    """Records the loss of each accumulation window and decides when to stop the test."""
 
     def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
         self.run, self.found, self.threshold, self.rate = run, found, threshold, rate
         self.average, self.best, self.skipped = 0.0, math.inf, 0
 
     def __call__(self, losses: list[Tensor]) -> bool:
-        """Record losses; waits for the device and the other ranks."""
+        """Record a window's losses and return whether to stop. Waits for the device and the other ranks."""
         strategy, results = self.run.strategy, self.found.results
         mine = [float(loss) for loss in losses]
         device = strategy.device if strategy.host_group is None else "cpu"
@@ -209,31 +210,34 @@ class _Curve:
 
 
 def check(run: Run) -> None:
-    """Raise unless there is exactly one optimizer whose rate can be varied."""
+    """Raise an error unless the run has exactly one optimizer and its learning rate can be varied."""
     module, optimizers = run.module, run.optimizers
     owner = type(module).__name__
     refuse_strategy(run, "lr_find")
     if not module.automatic_optimization:
         raise RuntimeError(
             f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} uses manual "
-            "optimization (automatic_optimization is False). Try rates in your own loop of fits."
+            "optimization (automatic_optimization is False). Try rates in your own loop, with one fit each."
         )
     if len(optimizers) != 1:
         raise RuntimeError(
             f"lr_find varies the learning rate of one optimizer, but {owner}.configure_optimizers() returned "
-            f"{len(optimizers)}. Return one for the test."
+            f"{len(optimizers)} optimizers. Return a single optimizer for the test."
         )
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
-            f"lr_find does not work for LBFGS, which {owner} uses: LBFGS evaluates the loss several times per step "
-            "and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            f"lr_find does not work with LBFGS, which {owner} uses, because LBFGS evaluates the loss several times per "
+            "step and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
         )
     if run.trainer.limit_train_batches == 0:
-        raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
+        raise ValueError(
+            "lr_find needs training batches, but Trainer(limit_train_batches=0) allows none. Leave out "
+            "limit_train_batches."
+        )
 
 
 def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
-    """Warn if optimizers do not depend on the attributes that hold the rate."""
+    """Warn if the optimizers do not depend on the attributes that hold the learning rate."""
     before = [place.get() for place in places]
     value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
     made = []
@@ -248,14 +252,14 @@ def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
     if made[0] == made[1]:
         where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
         messages.warn(
-            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever that "
-            f"value is, so a fit will not use the rate that was found. Build it with lr=self.{places[0].key}, or name "
-            "the attribute that it reads: attr_name='hparams.training.lr'."
+            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of "
+            f"that value, so a fit will not use the rate that lr_find found. Create the optimizer with "
+            f"lr=self.{places[0].key}, or name the attribute that it reads, such as attr_name='hparams.training.lr'."
         )
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
-    """The settings of each parameter group, for comparison."""
+    """Return the settings of each parameter group, for comparison."""
     return [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -263,14 +267,14 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
-    """Each parameter group's rate relative to the attribute's rate (``initial``), or to the largest rate."""
+    """Return each parameter group's rate relative to the attribute's rate (``initial``), or to the largest rate."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
     return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)
 
 
 def set_rates(optimizer: Optimizer, shares: list[float], rate: float) -> None:
-    """Set each group's rate to its share of ``rate``."""
+    """Set each parameter group's learning rate to its share times ``rate``."""
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         _put(group, "lr", rate * share)
 
@@ -283,7 +287,7 @@ def _put(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def change_rates(optimizer: Optimizer, schedulers: list[Any], shares: list[float], rate: float) -> None:
-    """Continue training with another rate, and scale the schedules' base rates in proportion."""
+    """Change the learning rate in the middle of training, and scale the schedules' base rates in proportion."""
     factors = []
     for group, share in zip(optimizer.param_groups, shares, strict=True):
         before = float(group["lr"])

@@ -1,4 +1,4 @@
-"""Save everything that a trial may change, and restore it in place."""
+"""Save everything that a trial may change and restore it in place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_ENTRIES = 10_000
 
 
 class Kept:
-    """Saves the contents of objects; :meth:`put_back`, which can be called repeatedly, restores the same objects.
+    """Saves the contents of objects. :meth:`put_back` restores them in place and can be called repeatedly.
 
-    It covers modules, optimizers and plain collections, recursively, tensors (copied to the host), numpy arrays and
-    random generators. The contents of other objects are not saved.
+    This covers modules, optimizers and plain collections (recursively), and tensors (copied to the host), numpy arrays
+    and random generators. The contents of other objects are not saved.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore everything, random states last."""
+        """Restore everything. Random states are restored last."""
         for undo in self._undo:
             undo()
         if self._random is not None:
@@ -42,20 +42,20 @@ class Kept:
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def random(self, device: torch.device) -> None:
-        """Save all random states, including the devices'."""
+        """Save all random states, including those of the devices."""
         if torch.cuda.is_available() and device.type == "cuda":
             torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()
 
     def attributes(self, owner: Any) -> None:
-        """Save which attributes an object has, and the states of random generators among them."""
+        """Save an object's attributes, and the states of any random generators among them."""
         self._fill(vars(owner))
         for value in vars(owner).values():
             if isinstance(value, (torch.Generator, random.Random)):
                 self.keep(value)
 
     def loaders(self, loaders: Iterable[Any]) -> None:
-        """Save the positions of loaders, their generators and samplers."""
+        """Save the loaders' positions, generators and samplers."""
         for loader in loaders:
             for sampler in samplers_of(loader):
                 if hasattr(sampler, "__dict__"):
@@ -100,7 +100,7 @@ class Kept:
             self.keep(value)
 
     def _fill(self, value: Any) -> None:
-        """Save which entries a collection has, in order."""
+        """Save which entries a collection has, and in which order."""
         entries = value.copy()
 
         def refill() -> None:
@@ -138,7 +138,7 @@ class Kept:
 
 
 def _own(tensor: Any) -> Tensor:
-    """This process's shard of a DTensor; other tensors unchanged."""
+    """Return this process's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

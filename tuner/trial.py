@@ -1,4 +1,4 @@
-"""Train or evaluate on some batches of a run, without validation, logging or saving."""
+"""Train or evaluate a run on a few batches, without validation, logging or saving."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Method = Literal["fit", "validate", "test", "predict"]
 
 
 def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
-    """Train with the run's own step, over as many epochs as it takes.
+    """Train with the run's own step until ``after`` returns True, for as many epochs as that takes.
 
     Args:
         run: the trial's run (see :func:`.trial_run.stand_in`).
         before: called before each accumulation window.
-        after: called after each window with the losses of its batches, shape (); returns True to stop.
+        after: called after each window with its batches' losses, tensors of shape (); returns True to stop.
     """
     run.stops = Stops(run, {})
     state, hooks = run.state, run.hooks
@@ -39,7 +39,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     loop = FitLoop(run, None)
     run.source.train()
     if run.source.num_training_batches == 0:
-        raise ValueError("limit_train_batches=0 leaves nothing to train on. Leave it out.")
+        raise ValueError("limit_train_batches=0 leaves no batches to train on. Leave out limit_train_batches.")
     loop.bind()
     run.metrics.enter(phases.ON_TRAIN_START)
     for hook in hooks.on_train_start:
@@ -51,7 +51,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
 
 
 def _train_epoch(run: Run, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> bool:
-    """Train for one epoch; returns whether to stop."""
+    """Train for one epoch; return whether to stop."""
     state, hooks, metrics = run.state, run.hooks, run.metrics
     loop.start_epoch()
     step, batches, losses = loop.step(), loop.batches(0), []
@@ -84,7 +84,7 @@ def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
 
 
 def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
-    """Evaluate on the first batches of each loader of a stage."""
+    """Evaluate on the first ``steps`` batches of each loader of a stage."""
     run.state.stage = RunningStage(kind)
     loop, metrics = EvalLoop(run, kind), run.metrics
     mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)

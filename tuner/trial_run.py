@@ -28,24 +28,25 @@ from .restore import Kept
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-#: Creates a trial's loader from a loader that was given.
+#: Creates a trial's loader from one that the user passed.
 Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 
 def refuse_strategy(run: Run, what: str) -> None:
-    """Raise if the strategy's state cannot be restored."""
+    """Raise an error if the strategy's state cannot be restored."""
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
-            f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} holds. Run it "
-            "once with strategy='ddp' or 'fsdp' (or on one device), and write the value it finds into your program."
+            f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} holds. Run the "
+            "search once with strategy='ddp' or 'fsdp' (or on one device), and put the value it finds into your "
+            "program."
         )
 
 
 def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
-    """Prepare a separate run as an entry point would, call ``work`` with it, and restore module, data and trainer.
+    """Prepare a separate run like an entry point, call ``work``, and restore the module, the data and the Trainer.
 
-    If the strategy shards the module, it stays sharded, as after a fit.
+    A module that the strategy shards stays sharded, as after a fit.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
@@ -86,7 +87,7 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
 
 
 def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
-    """A run with the Trainer's settings and strategy, but separate counters, callbacks and loggers."""
+    """Create a run with the Trainer's settings and strategy but separate counters, callbacks and loggers."""
     double = copy.copy(trainer)
     double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
@@ -104,9 +105,9 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
 
 @contextmanager
 def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
-    """A run within a prepared run, with the same module, device and optimizers, but separate loaders and counters.
+    """Context manager for a trial inside a prepared run, with the same module and optimizers but its own loaders.
 
-    The caller saves and restores (see :class:`Kept`) what the outer run needs.
+    Counters are separate, too. The caller saves and restores what the outer run needs (see :class:`Kept`).
     """
     trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
     own = _own_run(trainer)
@@ -133,7 +134,7 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
 
 
 def keep_run(run: Run) -> Kept:
-    """Save what trials within a run may change."""
+    """Save everything that trials within a run may change."""
     kept = Kept()
     kept.random(run.strategy.device)
     kept.keep(run.module)
@@ -147,7 +148,7 @@ def keep_run(run: Run) -> Kept:
 
 
 def trial_loaders(run: Run, change: Change | None) -> dict[str, Any]:
-    """Copies of the loaders that were given to the entry point, without their running iterators."""
+    """Return copies of the loaders passed to the entry point, without their running iterators."""
     found: dict[str, Any] = {}
     for stage, given in run.source.given.items():
         if given is None:
@@ -164,7 +165,7 @@ def trial_loaders(run: Run, change: Change | None) -> dict[str, Any]:
 def _refuse_iterator(given: Any, stage: str) -> None:
     if hasattr(given, "__next__"):
         raise TypeError(
-            f"The {stage} loader is {messages.a(given)}, which can be read only once: a trial would use it up. "
+            f"The {stage} loader is {messages.a(given)}, which can be read only once, so a trial would use it up. "
             "Pass a DataLoader, a list, or an object whose __iter__ starts over."
         )
 

@@ -1,4 +1,4 @@
-"""Search within a run, for the tuner's callbacks, and apply the result."""
+"""Search within a run and apply the result, for the tuner's callbacks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def is_dry(trainer: Trainer, what: str) -> bool:
-    """Whether this is a dry run, in which nothing is searched."""
+    """Return True in a dry run, and tell the user that the search is skipped."""
     if trainer.fast_dev_run:
-        messages.info_once(f"{what} is not searched for in a dry run (fast_dev_run).")
+        messages.info_once(f"{what} search is skipped in a dry run (fast_dev_run).")
     return bool(trainer.fast_dev_run)
 
 
 def take_lr(found: LRFinder, places: list[Place]) -> float | None:
-    """Set the suggested learning rate on its owners and report it."""
+    """Set the attributes to the suggested learning rate, report it and return it."""
     rate = found.suggestion()
     if rate is not None and places:
         before = places[0].get()
@@ -38,17 +38,17 @@ def take_lr(found: LRFinder, places: list[Place]) -> float | None:
 
 
 class SizePlaces:
-    """Finds the attributes that hold the batch size, if hooks read them; a given loader holds it itself."""
+    """Finds the attributes that hold the batch size. They are required only if hooks create the loaders."""
 
     def __init__(self, name: str, method: str) -> None:
         self.name, self.method = name, method
 
     def __call__(self, run: Run) -> list[Place]:
-        """The attributes and hyperparameters of a run."""
+        """Find the attributes and hyperparameters for a run."""
         return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
     def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
-        """The attributes and hyperparameters of a module and a DataModule."""
+        """Find the attributes and hyperparameters of a module and a DataModule."""
         if given is None:
             return find_one_of([module, datamodule], self.name, ["batch_size"], "batch_arg_name")
         size_of(given)
@@ -56,14 +56,14 @@ class SizePlaces:
 
 
 def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
-    """The wanted number of samples per update across all processes; None if it may change."""
+    """Return how many samples an update must use across all processes; None if that number may change."""
     if wanted is None:
         return None
     other = next((c for c in run.trainer.callbacks if c.get_accumulate_grad_batches(0) is not None), None)
     if other is not None:
         raise ValueError(
-            f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, and so does the "
-            f"{type(other).__name__} among the callbacks. Leave one of them out."
+            f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, but so does the "
+            f"callback {type(other).__name__}. Remove one of them."
         )
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):
@@ -76,27 +76,27 @@ def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world:
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(
             f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
-            "keep. Set it, or pass effective_batch as a number of samples over all processes."
+            "keep. Set the attribute, or pass effective_batch as a number of samples across all processes."
         )
     return size * run.trainer.accumulate_grad_batches * world
 
 
 def take_size(run: Run, places: list[Place], given: Any, found: Found, effective: int | None, world: int) -> Plan:
-    """Set the batch size, and the accumulation if there is an effective batch size, and report them."""
+    """Set the batch size (and the accumulation if ``effective`` is given), and report them."""
     before = size_of(given) if given is not None else places[0].get()
     decided = plan(found.size, effective, world) or Plan(found.size, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
     also = f" and accumulate_grad_batches={decided.accumulate}" if effective is not None else ""
     messages.info(
-        f"Batch sizes tried: {'; '.join(map(str, found.trials))}. From here on batch_size={decided.size}{also} (it was "
-        f"{before}): each update uses {learns} samples."
+        f"Batch sizes tried: {'; '.join(map(str, found.trials))}. Set batch_size={decided.size}{also} (batch_size was "
+        f"{before}). Each update uses {learns} samples."
     )
     return decided
 
 
 def _put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
-    """Set a batch size and the accumulation."""
+    """Set the batch size and the accumulation."""
     for place in places:
         place.set(decided.size)
     if given is not None:
@@ -105,7 +105,7 @@ def _put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
 
 
 def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
-    """Run a range test, and continue training with the suggested rate."""
+    """Run a range test and continue training with the suggested learning rate."""
     if is_dry(run.trainer, "The learning rate"):
         return None
     places = lr_places(run.module, run.datamodule, attr_name) if update_attr else []
@@ -116,7 +116,7 @@ def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name:
     rate = take_lr(found, places) if update_attr else found.suggestion()
     if rate is not None and update_attr:
         if run.state.stage is None:
-            setup_optimizers(run)  # again, since they read the rate
+            setup_optimizers(run)  # again, because configure_optimizers reads the rate
         else:
             schedulers = [config.scheduler for config in run.lr_scheduler_configs]
             change_rates(run.optimizers[0], schedulers, shares, rate)
@@ -124,7 +124,7 @@ def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name:
 
 
 def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch: Any, method: Any) -> Any:
-    """Find the largest batch that fits, and continue with it; returns (batch size, accumulation, trials)."""
+    """Find the largest batch size that fits and continue with it; return (batch size, accumulation, trials)."""
     if is_dry(run.trainer, "The batch size"):
         return None
     locate = SizePlaces(name, method)
@@ -141,18 +141,18 @@ def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch:
 def resume_size(run: Run, name: str, size: int, accumulate: int) -> None:
     """Continue with the saved run's batch size."""
     _put_size(run, SizePlaces(name, "fit")(run), run.source.given.get("train"), Plan(size, accumulate))
-    messages.info(f"The run resumes with its batch_size={size} and accumulate_grad_batches={accumulate}.")
+    messages.info(f"The run resumes with its saved batch_size={size} and accumulate_grad_batches={accumulate}.")
     _reload(run, "fit")
 
 
 def _reload(run: Run, method: str) -> None:
-    """Drop the loaders, so that they are created again."""
+    """Drop the loaders, so that they are recreated."""
     source = run.source
     source.release()
     source.eval.clear()
     if method == "fit":
         source.train_loader = None
         if run.state.stage is None:
-            setup_optimizers(run)  # again, since schedules may read the number of steps
+            setup_optimizers(run)  # again, because schedules may depend on the number of steps
         else:
             source.reload_if_due()

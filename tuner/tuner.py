@@ -1,4 +1,4 @@
-"""``Tuner``: find the learning rate and the batch size for a fit."""
+"""``Tuner``: find a learning rate and a batch size for a fit."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Finds a learning rate or a batch size before a fit, by training steps on the module itself.
+    """Finds a learning rate or a batch size before a fit, by running training steps on the module itself.
 
     Everything but the result is restored afterwards, so the fit is bit-identical to one without the search: weights,
-    buffers, random states, position in the data, plain attributes of the module, and the trainer's counters, callbacks
-    and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (one of your own
-    classes held by the module, a file) are not undone.
+    buffers, random states, the position in the data, plain attributes of the module, and the Trainer's counters,
+    callbacks and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files,
+    or instances of your own classes that the module holds) are not undone.
 
     Args:
         trainer: the Trainer of the fit; the search uses its strategy, precision, accumulation and clipping.
 
     Attributes:
-        batch_sizes_tried: sizes tried by the last :meth:`scale_batch_size`, with the memory of each.
+        batch_sizes_tried: the sizes that the last :meth:`scale_batch_size` tried, with the memory used by each.
 
     Example:
         >>> tuner = Tuner(trainer)                                     # doctest: +SKIP
@@ -51,7 +51,7 @@ class Tuner:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"Tuner() got {messages.a(trainer)}, but it needs the Trainer that will run the fit: "
-                "Tuner(Trainer(...)). The module is passed to lr_find() and scale_batch_size()."
+                "Tuner(Trainer(...)). Pass the module to lr_find() or scale_batch_size()."
             )
         self.trainer = trainer
         self.batch_sizes_tried: list[BatchTrial] = []
@@ -73,39 +73,40 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder:
-        """Train with a growing learning rate, and suggest the one at which the loss falls fastest.
+        """Train with a growing learning rate, and suggest the rate at which the loss falls fastest.
 
-        Parameter groups keep the proportions of their rates; schedulers do not advance.
+        The ratios between the parameter groups' rates stay the same, and schedulers do not advance.
 
         Args:
             model: the module.
             train_dataloaders: as for ``fit``.
-            val_dataloaders: as for ``fit``; not read.
+            val_dataloaders: as for ``fit``; not used.
             dataloaders: must be None.
             datamodule: as for ``fit``.
-            method: ``"fit"``.
+            method: must be ``"fit"``.
             min_lr: the first rate.
             max_lr: the last rate.
-            num_training: number of optimizer steps; shorter epochs are repeated.
+            num_training: number of optimizer steps, which may take several epochs.
             mode: how the rate grows: ``"exponential"`` or ``"linear"``.
-            early_stop_threshold: stop when the smoothed loss exceeds this many times the lowest so far; None never
-                stops.
-            update_attr: set the attribute of the module to the suggestion.
-            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``; empty for ``lr`` or
-                ``learning_rate``, as an attribute or a hyperparameter of the module or the DataModule.
-            weights_only: accepted for compatibility.
+            early_stop_threshold: stop when the smoothed loss exceeds its lowest value so far by this factor; if None,
+                never stop early.
+            update_attr: set the module's attribute to the suggested rate.
+            attr_name: name or path of that attribute, such as ``"hparams.optim.lr"``. By default, the attribute or
+                hyperparameter ``lr`` or ``learning_rate`` of the module or the DataModule.
+            weights_only: accepted for compatibility, and ignored.
 
         Returns:
-            The result; under ``fast_dev_run`` it contains no steps.
+            The result, which contains no steps under ``fast_dev_run``.
 
         Raises:
-            AttributeError: there is no such attribute.
-            RuntimeError: manual optimization, LBFGS, or the trainer resumes from a checkpoint.
+            AttributeError: if the attribute does not exist.
+            RuntimeError: if the module uses manual optimization or LBFGS, or the Trainer resumes from a checkpoint.
         """
         if method != "fit" or dataloaders is not None:
             raise ValueError(
-                f"lr_find(method={method!r}{', dataloaders=...' if dataloaders is not None else ''}): a learning rate "
-                "is for training. Leave it out, and pass train_dataloaders."
+                f"lr_find(method={method!r}{', dataloaders=...' if dataloaders is not None else ''}) is not supported, "
+                "because a learning rate is used only in training. Leave out method and dataloaders, and pass "
+                "train_dataloaders."
             )
         request = self._request("fit", model, train_dataloaders, val_dataloaders, None, datamodule)
         module = find_module(self.trainer.current_run, request)[0]
@@ -135,38 +136,38 @@ class Tuner:
         max_val: int | None = 8192,
         effective_batch: int | Literal["keep"] | None = None,
     ) -> int | None:
-        """Try batch sizes with real steps, up to the limit of memory or data, and set the largest that fits.
+        """Try batch sizes with real steps, up to the limit of memory or data, and set the largest one that fits.
 
-        The attribute that hooks read (``batch_arg_name``) is set; a DataLoader that is passed is changed too. With
-        several processes the result is the batch size of each, and the process with the least memory decides.
+        This sets the attribute that hooks read (``batch_arg_name``) and changes a DataLoader that you pass. With
+        several processes, the result is the batch size of each process, limited by the one with the least memory.
 
         Args:
             model: the module.
             train_dataloaders: as for ``fit``: one DataLoader, or None if a hook creates it.
-            val_dataloaders: as for ``fit``; not read.
-            dataloaders: for the other methods.
+            val_dataloaders: as for ``fit``; not used.
+            dataloaders: the loaders for the other methods.
             datamodule: as for ``fit``.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest one.
+            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then narrows down the largest one.
             steps_per_trial: optimizer steps (batches, when evaluating) per size.
-            init_val: the first size. If it does not fit, it is halved.
-            max_trials: number of sizes to try.
+            init_val: the first size, which is halved if it does not fit.
+            max_trials: maximum number of sizes to try.
             batch_arg_name: the attribute or hyperparameter of the module or the DataModule, or a path to it.
-            margin: fraction by which the result of ``"binsearch"`` is lowered if memory was the limit.
-            max_val: the largest size to try; None if only the data limit it.
-            effective_batch: samples per update on all processes; ``"keep"`` for the current number (batch size x
-                ``accumulate_grad_batches`` x processes). The batch size is then the largest that fits *and* divides
-                its share, and ``trainer.accumulate_grad_batches`` is set to match: only the speed changes. None: the
-                accumulation is not changed, so an update uses more samples.
+            margin: fraction by which the result of ``"binsearch"`` is reduced if memory was the limit.
+            max_val: the largest size to try; if None, only the amount of data limits it.
+            effective_batch: samples per update across all processes, or ``"keep"`` for the current number (batch size x
+                ``accumulate_grad_batches`` x processes). The batch size is then the largest that fits *and* evenly
+                divides each process's samples per update, and ``trainer.accumulate_grad_batches`` is set to match, so
+                only the speed changes. If None, accumulation stays the same, so an update uses more samples.
 
         Returns:
-            The batch size that was set; None under ``fast_dev_run``.
+            The new batch size; None under ``fast_dev_run``.
 
         Raises:
-            AttributeError: there is no such attribute.
-            ValueError: the batch size of a loader cannot be changed.
-            RuntimeError: not even one sample fits, the loader does not read the attribute, or the trainer resumes from
-                a checkpoint.
+            AttributeError: if the attribute does not exist.
+            ValueError: if a loader's batch size cannot be changed.
+            RuntimeError: if not even one sample fits, the loader does not read the attribute, or the Trainer resumes
+                from a checkpoint.
         """
         request = self._request(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         module, trainer = find_module(self.trainer.current_run, request)[0], self.trainer
@@ -175,8 +176,8 @@ class Tuner:
         wanted = effective_batch if method == "fit" and module.automatic_optimization else None
         if wanted != effective_batch:
             raise ValueError(
-                f"scale_batch_size(effective_batch={effective_batch!r}) raises accumulate_grad_batches, which is for "
-                "training with automatic optimization. Leave it out."
+                f"scale_batch_size(effective_batch={effective_batch!r}) changes accumulate_grad_batches, which works "
+                "only in training with automatic optimization. Leave out effective_batch."
             )
         effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
@@ -195,13 +196,13 @@ class Tuner:
             raise ValueError(messages.unknown("method of scale_batch_size", fn, known))
         if fn == "fit" and others is not None:
             raise ValueError(
-                "dataloaders= is for the methods 'validate', 'test' and 'predict'. Pass train_dataloaders=."
+                "dataloaders= is for the methods 'validate', 'test' and 'predict'. For 'fit', pass train_dataloaders=."
             )
         loaders = {"train": train, "validate": validate} if fn == "fit" else {fn: others}
         first = loaders[stage_of(fn)]
         if hasattr(first, "prepare_data_per_node"):
             if datamodule is not None:
-                raise ValueError("Two DataModules were passed. Pass one, as datamodule=.")
+                raise ValueError("Two DataModules were passed. Pass only one, as datamodule=.")
             datamodule, loaders[stage_of(fn)] = first, None
         trainer = self.trainer
         if trainer.asked_ckpt_path is not None:
@@ -212,7 +213,7 @@ class Tuner:
             )
         if trainer.state.fn is not None:
             raise RuntimeError(
-                f"The Tuner was called while {trainer.state.fn} is running. Call it before that run, or use the "
+                f"The Tuner cannot search while {trainer.state.fn} is running. Call it before that run, or use the "
                 "callbacks LearningRateFinder and BatchSizeFinder."
             )
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)
@@ -226,7 +227,7 @@ class Tuner:
 
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
-    """Run the search in a process that was started for it."""
+    """Run the search in a process that was launched for it."""
     set_random_states(random)
     found = apart(trainer, request, work)
     leave()

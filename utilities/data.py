@@ -1,4 +1,4 @@
-"""Facts about data loaders."""
+"""Functions that inspect data loaders."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
-    """Whether a loader reads an iterable dataset, which has no indices."""
+    """Return True if a loader reads an iterable dataset, which has no indices."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def has_len(dataloader: Any) -> bool:
-    """Whether a loader has a length. Warns if it is 0."""
+    """Return True if a loader has a length. Warns if the length is 0."""
     try:
         length = len(dataloader)
     except (TypeError, NotImplementedError):
@@ -43,15 +43,16 @@ def has_len(dataloader: Any) -> bool:
 def has_len_all_ranks(
     dataloader: Any, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Whether a loader has a length, on every rank. Every rank must call.
+    """Return True if a loader has a length on every rank. Every rank must call this.
 
     Args:
         dataloader: this rank's loader.
-        strategy: of the run.
-        allow_zero_length_dataloader_with_multiple_devices: False: a length of 0 on one rank only is an error.
+        strategy: the run's strategy.
+        allow_zero_length_dataloader_with_multiple_devices: if False, a length of 0 on only some of the ranks is an
+            error.
 
     Raises:
-        RuntimeError: this rank has no batch, and others do.
+        RuntimeError: this rank has no batches, but others do.
     """
     length = length_of(dataloader)
     lengths = strategy.gather_objects(length)
@@ -59,35 +60,36 @@ def has_len_all_ranks(
         return False
     kind = type(dataloader).__name__
     if not sum(lengths):
-        messages.warn(f"{kind} has a length of 0 on every rank: it gives no batches.")
+        messages.warn(f"{kind} has a length of 0 on every rank, so it yields no batches.")
     elif not length and not allow_zero_length_dataloader_with_multiple_devices:
         raise RuntimeError(
-            f"{kind} has a length of 0 on rank {strategy.global_rank}; the ranks have {', '.join(map(str, lengths))}. "
-            "Give every rank a batch, or set allow_zero_length_dataloader_with_multiple_devices on the DataModule."
+            f"{kind} has a length of 0 on rank {strategy.global_rank}; by rank, the lengths are "
+            f"{', '.join(map(str, lengths))}. Give every rank at least one batch, or set "
+            "allow_zero_length_dataloader_with_multiple_devices on the DataModule."
         )
     advise_about_length(dataloader, kind)
     return True
 
 
 def advise_about_length(dataloader: Any, name: str) -> None:
-    """Warn of a data set that is read in order and claims a length, which worker processes may make wrong."""
+    """Warn about an iterable dataset with a length, because worker processes may make the length wrong."""
     if has_iterable_dataset(dataloader) and length_of(dataloader) is not None:
         messages.warn(
-            f"The data set of {name} is an IterableDataset with a __len__: with worker processes its length is right "
-            "only if each of them yields its own part. Check that, or remove __len__."
+            f"The dataset of {name} is an IterableDataset with a __len__. With worker processes, this length is "
+            "correct only if each worker yields its own shard. Make sure that it does, or remove __len__."
         )
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return a number of worker processes per loader with which this machine's processes share its cores.
+    """Return how many workers each loader can have, given that this machine's processes share its CPU cores.
 
     Args:
-        local_world_size: number of processes of the run on this machine.
+        local_world_size: the run's number of processes on this machine.
 
     Raises:
-        ValueError: it is less than 1.
+        ValueError: ``local_world_size`` is less than 1.
     """
     if local_world_size < 1:
-        raise ValueError(f"suggested_max_num_workers({local_world_size}): pass the number of processes, 1 or more.")
+        raise ValueError(f"suggested_max_num_workers({local_world_size}): the number of processes must be 1 or more.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size - 1)

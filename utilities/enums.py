@@ -6,17 +6,17 @@ from enum import Enum
 
 
 class GradClipAlgorithmType(str, Enum):
-    """Values of ``Trainer(gradient_clip_algorithm=)``; each equals its string."""
+    """Values of ``Trainer(gradient_clip_algorithm=)``; each compares equal to its string."""
 
     VALUE = "value"
     NORM = "norm"
 
     @staticmethod
     def supported_type(val: str) -> bool:
-        """Whether ``val`` is one of the values."""
+        """Return True if ``val`` is one of the values."""
         return val in GradClipAlgorithmType.supported_types()
 
     @staticmethod
     def supported_types() -> list[str]:
-        """The values as strings."""
+        """Return the values as strings."""
         return [word.value for word in GradClipAlgorithmType]

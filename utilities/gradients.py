@@ -1,4 +1,4 @@
-"""Norms of gradients."""
+"""Gradient norms."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import nn
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The norm of every parameter's gradient, and of all together, to be logged in ``on_before_optimizer_step``.
+    """Return the norm of each parameter's gradient, and their total norm, to log in ``on_before_optimizer_step``.
 
     Args:
         module: the module, after a backward pass. Parameters without a gradient are left out.
-        norm_type: which p-norm, or ``"inf"``.
-        group_separator: the text between the two parts of a name.
+        norm_type: the p of the p-norm, or ``"inf"``.
+        group_separator: the string between the two parts of a name.
 
     Returns:
-        Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of these
-        norms. Empty if there are no gradients.
+        Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of these norms.
+        The dict is empty if there are no gradients.
     """
     order = float(norm_type)
     if order <= 0:
-        raise ValueError(f"grad_norm(norm_type={norm_type!r}): choose a positive number or 'inf'.")
+        raise ValueError(f"grad_norm: norm_type={norm_type!r} must be a positive number or 'inf'.")
     norms = {
         f"grad_{order}_norm{group_separator}{name}": parameter.grad.detach().norm(order)
         for name, parameter in module.named_parameters()

@@ -1,4 +1,4 @@
-"""Whether a user's class overrides a method."""
+"""Find out whether a user's class overrides a method."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PARENTS = (TrainingModule, DataModule, Callback, Strategy)
 
 
 def is_overridden(method_name: str, instance: object | None, parent: type | None = None) -> bool:
-    """Whether the class of ``instance``, or the instance itself, overrides a method of its base class.
+    """Return True if ``instance`` or its class overrides a method of the base class.
 
     Args:
         method_name: the method's name.
-        instance: the object to check; None overrides nothing.
-        parent: the base class; None: the one of TrainingModule, DataModule, Callback and Strategy that fits.
+        instance: the object to check; if None, the result is False.
+        parent: the base class; if None, whichever of TrainingModule, DataModule, Callback and Strategy matches.
 
     Raises:
-        ValueError: none of these fits, or ``parent`` has no such method.
+        ValueError: none of these matches, or ``parent`` has no such method.
     """
     if instance is None:
         return False
@@ -29,10 +29,10 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
         parent = next((one for one in _PARENTS if isinstance(instance, one)), None)
         if parent is None:
             raise ValueError(
-                f"is_overridden({method_name!r}, {type(instance).__name__}): this is not a TrainingModule, "
-                "DataModule, Callback or Strategy. Pass its base class as parent."
+                f"is_overridden({method_name!r}): {type(instance).__name__} is not a TrainingModule, DataModule, "
+                "Callback or Strategy. Pass its base class as parent."
             )
     if not hasattr(parent, method_name):
-        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no method of that name.")
+        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no method with that name.")
     method: Any = overridden(instance, method_name, parent)
     return method is not None

@@ -1,4 +1,4 @@
-"""Parameters that a module has under several names."""
+"""Find and restore parameters that a module has under several names."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..big_model.module_sizes import find_tied_parameters
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one."""
+    """Return the names of each parameter that has more than one name."""
     return find_tied_parameters(module)
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Tie parameters again: the parameter with the first name of each list also gets the list's other names.
+    """Tie parameters again, so that all names in a list refer to the parameter with the list's first name.
 
     Args:
-        module: changed in place.
-        shared_params: as :func:`find_shared_parameters` returned it before the module was copied or moved.
+        module: the module, which is changed in place.
+        shared_params: the result of :func:`find_shared_parameters` from before the module was copied or moved.
     """
     for first, *others in shared_params:
         parameter = reduce(getattr, first.split("."), module)

@@ -16,19 +16,20 @@ log = logging.getLogger("paceline")
 
 
 class RankZeroDeprecationWarning(DeprecationWarning):
-    """Category of :func:`rank_zero_deprecation`."""
+    """Warning category of :func:`rank_zero_deprecation`."""
 
 
 class RankZeroOnly:
-    """The decorator :data:`rank_zero_only`: other ranks get ``default`` without calling the function.
+    """Class of the decorator :data:`rank_zero_only`. Other ranks return ``default`` without calling the function.
 
     Attributes:
-        rank: this process's rank among all, 0-based. Set it if you start processes that Paceline does not know about.
+        rank: this process's rank among all processes, 0-based. Set it if you start processes that Paceline does not
+            know about.
     """
 
     @property
     def rank(self) -> int:
-        """This process's rank among all, 0-based."""
+        """This process's rank among all processes, 0-based."""
         return messages.rank()
 
     @rank.setter
@@ -50,36 +51,36 @@ rank_zero_only = RankZeroOnly()
 
 @rank_zero_only
 def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """``logging.info`` on rank 0."""
+    """Call ``logging.info`` on rank 0."""
     log.info(*args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """``logging.debug`` on rank 0."""
+    """Call ``logging.debug`` on rank 0."""
     log.debug(*args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_warn(message: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """``warnings.warn`` on rank 0; ``category`` is passed on."""
+    """Call ``warnings.warn`` on rank 0; ``category`` is passed on."""
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
-    """:func:`rank_zero_warn` about something that will be removed."""
+    """Call :func:`rank_zero_warn` about a feature that will be removed."""
     kwargs.setdefault("category", RankZeroDeprecationWarning)
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """``"[rank: 1] message"``; the message itself if ``rank`` is None."""
+    """Return ``"[rank: 1] message"``, or the message itself if ``rank`` is None."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
 class WarningCache(set[str]):
-    """Messages that were shown; each is shown once."""
+    """Shows each message only once. The set contains the messages that have been shown."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Warn on rank 0 unless the message was shown before."""
@@ -88,13 +89,13 @@ class WarningCache(set[str]):
             rank_zero_warn(message, stacklevel=stacklevel, **kwargs)
 
     def deprecation(self, message: str, stacklevel: int = 6, **kwargs: Any) -> None:
-        """The same as :func:`rank_zero_deprecation`."""
+        """Call :func:`rank_zero_deprecation` unless the message was shown before."""
         if message not in self:
             self.add(message)
             rank_zero_deprecation(message, stacklevel=stacklevel, **kwargs)
 
     def info(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """The same as :func:`rank_zero_info`."""
+        """Call :func:`rank_zero_info` unless the message was shown before."""
         if message not in self:
             self.add(message)
             rank_zero_info(message, stacklevel=stacklevel, **kwargs)

@@ -1,4 +1,4 @@
-"""Names for types in the annotations of programs written for Lightning."""
+"""Type names for the annotations of programs written for Lightning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LRSchedulerConfig = SchedulerConfig
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """The dict of a scheduler that ``configure_optimizers`` may return."""
+    """A dict for a scheduler, as ``configure_optimizers`` may return it."""
 
     scheduler: Any
     name: str | None
@@ -42,13 +42,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """The dict of an optimizer that ``configure_optimizers`` may return."""
+    """A dict for an optimizer, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """The dict of an optimizer and a scheduler."""
+    """A dict for an optimizer and its scheduler, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
     lr_scheduler: Any
@@ -78,7 +78,7 @@ class Optimizable(Protocol):
     param_groups: list[dict[Any, Any]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""The commands ``paceline checkpoint ...``."""
+"""The ``paceline checkpoint ...`` commands."""

@@ -1,4 +1,4 @@
-"""``paceline checkpoint export``."""
+"""``paceline checkpoint export``: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ... import messages
 from ...checkpoint.storage import Location, location
 from .select import the_one
 
-#: Keys that only a resume needs, and keys of the section "paceline" that describe the checkpoint.
+#: Keys that only a resume needs, and keys of the "paceline" section that describe the checkpoint.
 _TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", "current_model_state")
 _ABOUT = ("format", "versions", "fn", "stage", "world_size", "data_ranks", "progress", "manifest", "runs")
 _FORMATS = ("safetensors", "full", "weights")
@@ -35,7 +35,9 @@ def run(arguments: Namespace) -> int:
     out = location(arguments.out)
     kind = arguments.format or ("safetensors" if out.name.endswith(".safetensors") else None)
     if kind is None:
-        raise ValueError(f"{arguments.out!r} has no known suffix. Pass --format {', '.join(_FORMATS)}.")
+        raise ValueError(
+            f"{arguments.out!r} does not end in .safetensors. Pass --format with one of {', '.join(_FORMATS)}."
+        )
     if out.exists():
         raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
     checkpoint = read(the_one(arguments.file))
@@ -48,16 +50,16 @@ def run(arguments: Namespace) -> int:
 
 
 def _without_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents that ``save_checkpoint(weights_only=True)`` writes."""
+    """Return only the contents that ``save_checkpoint(weights_only=True)`` writes."""
     section = checkpoint.get("paceline", {})
     kept = {key: section[key] for key in _ABOUT if key in section}
     return {key: value for key, value in checkpoint.items() if key not in _TRAINING} | {"paceline": kept}
 
 
 def _write_safetensors(state: dict[str, Any], out: Location) -> None:
-    """Write the tensors of a ``state_dict``; a tensor with two names is written once.
+    """Write a ``state_dict``'s tensors to a file; a tensor with several names is written only once.
 
-    The metadata list the omitted names, which ``safetensors.torch.load_model`` understands.
+    The metadata lists the omitted names in a form that ``safetensors.torch.load_model`` understands.
     """
     from ...checkpoint import atomic_write
     from ...checkpoint.safetensors_export import bare, write_safetensors
@@ -66,6 +68,6 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     with atomic_write.written_aside(out) as temporary:
         write_safetensors(found.tensors, temporary, found.twins)
     for name, kind in found.others.items():
-        messages.answer(f"Left out {name}: it is {kind}, and the format only stores tensors.")
+        messages.answer(f"Left out {name}: it is {kind}, but the format stores only tensors.")
     for name, first in found.twins.items():
         messages.answer(f"{name} is the same tensor as {first} and is written only once, as {first}.")

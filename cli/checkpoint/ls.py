@@ -1,4 +1,4 @@
-"""``paceline checkpoint ls``."""
+"""``paceline checkpoint ls``: list the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _facts(one: Found) -> dict[str, object]:
 
 
 def _short(paths: list[str]) -> list[str]:
-    """Return the paths without the folders that all of them start with."""
+    """Return the paths without their common leading folders."""
     parts = [path.split("/") for path in paths]
     same = 0
     while all(len(one) > same + 1 and one[same] == parts[0][same] for one in parts):

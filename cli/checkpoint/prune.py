@@ -1,4 +1,4 @@
-"""``paceline checkpoint prune``."""
+"""``paceline checkpoint prune``: delete all checkpoints but the newest and the best."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from .select import Found, checkpoints
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
-        "Delete the checkpoints in a folder, except those to keep. These are verified first: checkpoints that are\n"
-        "damaged or have no manifest are neither counted nor deleted. Do not run it while a fit saves to the folder."
+        "Delete the checkpoints in a folder, except those to keep. The ones to keep are verified first. Checkpoints\n"
+        "that are damaged or have no manifest are neither counted nor deleted. Do not run this command while a fit\n"
+        "is saving to the folder."
     )
     parser.add_argument("folder", help="the folder with the checkpoints; subfolders are not touched")
-    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="keep the N newest resumable ones")
-    parser.add_argument("--keep-best", type=int, default=0, metavar="K", help="keep the K with the best score")
+    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="keep the N newest resumable checkpoints")
+    parser.add_argument(
+        "--keep-best", type=int, default=0, metavar="K", help="keep the K checkpoints with the best score"
+    )
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="whether a low or high score is better")
     parser.add_argument("--monitor", help="the metric to rank by, if the folder has scores of several metrics")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
@@ -30,9 +33,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print what is kept and deleted, ask, and delete."""
+    """Print what is kept and what is deleted, ask for confirmation, and delete."""
     if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
-        raise ValueError("Nothing would be kept. Pass --keep-last N or --keep-best K, or both, of at least 1.")
+        raise ValueError(
+            "Nothing would be kept. Pass --keep-last N, --keep-best K, or both, with numbers of 1 or more."
+        )
     found = list(checkpoints(arguments.folder, depth=0))
     why = _why_kept(found, arguments)
     gone = [one for one in found if one.path not in why]
@@ -55,7 +60,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
-    """Return the checkpoints to keep, with the reason."""
+    """Return the checkpoints to keep, each with the reason for keeping it."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
     newest = sorted(own, key=_age, reverse=True)
@@ -80,15 +85,15 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
     if arguments.monitor is not None and arguments.monitor not in metrics:
         raise ValueError(messages.unknown("metric", arguments.monitor, sorted(map(str, metrics))))
     if not scored or (len(metrics) > 1 and arguments.monitor is None):
-        which = f"of {messages.names(sorted(map(str, metrics)), 'and')}" if scored else "missing"
-        raise ValueError(f"--keep-best {arguments.keep_best}: the scores in this folder are {which}. Pass --monitor.")
+        which = f"scores for {messages.names(sorted(map(str, metrics)), 'and')}" if scored else "no scores"
+        raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}. Pass --monitor with one metric.")
     sign = 1 if arguments.mode == "min" else -1
     wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))
 
 
 def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
-    """Return the first ``number`` intact checkpoints; add damaged ones to ``why``, so that they are kept uncounted."""
+    """Return the first ``number`` intact checkpoints. Add damaged ones to ``why``, so that they are kept."""
     kept: list[Found] = []
     for one in candidates:
         if len(kept) == number:
@@ -104,6 +109,6 @@ def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, s
 def _agreed(total: str) -> bool:
     if not sys.stdin.isatty():
         raise RuntimeError(
-            f"Deleting {total} needs confirmation, but there is no terminal to ask in. Pass --yes or --dry-run."
+            f"Deleting {total} needs confirmation, but standard input is not a terminal. Pass --yes or --dry-run."
         )
     return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

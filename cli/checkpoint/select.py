@@ -1,4 +1,4 @@
-"""Selection of the checkpoints for a command."""
+"""Find the checkpoints that a command works on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...checkpoint.manifest import Manifest
 from ...checkpoint.storage import Location, Remote, location
 from ...checkpoint.verify import folder_problem
 
-#: Depth of subfolders to search: name/version_N/checkpoints, and one folder from a file name template.
+#: Levels of subfolders to search: name/version_N/checkpoints, plus one level from a file name template.
 DEPTH = 4
 
 
@@ -19,8 +19,8 @@ class Found(NamedTuple):
 
     Attributes:
         path: the file or folder.
-        known: its manifest; None if it is missing or broken.
-        problem: what is wrong with it, as far as a quick look shows; None if nothing.
+        known: the manifest; None if it is missing or broken.
+        problem: the problem that a quick check found; None if it found no problem.
     """
 
     path: Location
@@ -29,12 +29,12 @@ class Found(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Its state, in a word or a sentence."""
+        """The checkpoint's state, in a word or a sentence."""
         return self.problem or ("no manifest" if self.known is None else "ok")
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
+        """The checkpoint's size in bytes."""
         if not self.path.is_dir():
             return self.path.stat().st_size
         below = self.path.files_below() if isinstance(self.path, Remote) else self.path.rglob("*")
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its form, or ``"weights"`` if it contains only weights."""
+        """``"weights"`` if it contains only weights; otherwise ``"whole"``, ``"sharded"`` or ``"file"`` (unknown)."""
         if self.known is None:
             return "sharded" if self.path.is_dir() else "file"
         form = "sharded" if self.known.kind == "folder" else "whole"
@@ -50,27 +50,27 @@ class Found(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
-    """Yield the checkpoints in and below a folder, by folder and save number, or the single one at ``path``.
+    """Yield the checkpoints in and below a folder, sorted by folder and save number, or the checkpoint ``path``.
 
     Raises:
-        FileNotFoundError: if there is no such path.
-        ValueError: if the folder contains none.
+        FileNotFoundError: if ``path`` does not exist.
+        ValueError: if the folder contains no checkpoints.
     """
     where = location(path)
     if not where.exists():
-        raise FileNotFoundError(f"{path!r} does not exist. Pass a checkpoint, or a folder that contains some.")
+        raise FileNotFoundError(f"{path!r} does not exist. Pass a checkpoint, or a folder that contains checkpoints.")
     if not where.is_dir() or manifest.is_folder(where):
         yield _look_at(where)
         return
     found = [_look_at(inside) for inside in manifest.checkpoints_in(where, depth)]
     if not found:
-        raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass a folder that contains some.")
+        raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass a folder with checkpoints.")
     found.sort(key=lambda one: (one.path.parent.parts, one.known.sequence if one.known else 0, one.path.name))
     yield from found
 
 
 def the_one(path: str) -> Location:
-    """Return the checkpoint for a path; for a folder from ``Accelerator.save_state``, the state inside it."""
+    """Return the checkpoint at a path. For a folder from ``Accelerator.save_state``, return the state inside it."""
     where = location(path)
     inside = where / manifest.STATE
     return inside if inside.exists() else where

@@ -1,4 +1,4 @@
-"""``paceline checkpoint show``."""
+"""``paceline checkpoint show``: describe a checkpoint and its contents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the checkpoint's manifest, and its contents with --keys."""
+    """Print the checkpoint's manifest and, with --keys, its contents."""
     path = the_one(arguments.file)
     found = next(checkpoints(str(path)))
     if found.path != path:
-        raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one, such as {str(found.path)!r}.")
+        raise ValueError(
+            f"{arguments.file!r} is a folder of checkpoints. Pass one checkpoint, such as {str(found.path)!r}."
+        )
     messages.answer(messages.table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:
         for line in _contents(found):
@@ -51,7 +53,7 @@ def _facts(found: Found) -> Iterator[tuple[str, str]]:
 
 
 def _contents(found: Found) -> Iterator[str]:
-    """Yield the keys, hyperparameters and tensors of a checkpoint, without loading tensors."""
+    """Yield a checkpoint's keys, hyperparameters and tensors as lines of text, without loading the tensors."""
     from ...checkpoint.read import read
 
     checkpoint = read(found.path, map_location="meta")

@@ -1,4 +1,4 @@
-"""``paceline checkpoint verify``."""
+"""``paceline checkpoint verify``: verify every byte of each checkpoint against its checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Verify every checkpoint completely; return 1 if one is damaged."""
+    """Verify every byte of every checkpoint; return 1 if any checkpoint is damaged."""
     damaged = 0
     for one in checkpoints(arguments.path):
         wrong = problem(one.path)

@@ -8,7 +8,7 @@ from ... import messages
 
 
 def install() -> None:
-    """The former name of ``paceline.compat.install("accelerate")``."""
+    """Former name of ``paceline.compat.install("accelerate")``."""
     from .. import install
 
     messages.info_once('paceline.compat.accelerate.install() is now paceline.compat.install("accelerate").')
@@ -16,7 +16,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """The former name of ``python -m paceline.compat accelerate train.py ...``."""
+    """Former name of ``python -m paceline.compat accelerate train.py ...``."""
     from ..__main__ import main
 
     messages.info_once("python -m paceline.compat.accelerate is now python -m paceline.compat accelerate.")

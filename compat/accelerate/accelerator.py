@@ -1,4 +1,4 @@
-"""The ``Accelerator`` that programs written for ``accelerate`` get."""
+"""The ``Accelerator`` class for programs written for ``accelerate``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .loaders import DataLoaderShard
 
 
 class _OfTheLast(type):
-    """Metaclass: ``GradientState()`` returns the newest Accelerator's; ``isinstance`` accepts every Accelerator's."""
+    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = None if _OfTheLast.last is None else _OfTheLast.last()
         if found is None:
-            raise ValueError("GradientState() belongs to an Accelerator, but there is none. Call Accelerator() first.")
+            raise ValueError("GradientState() needs an Accelerator, but none exists. Call Accelerator() first.")
         return found
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -32,16 +32,16 @@ class _OfTheLast(type):
 
 
 class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The accumulation window of the Accelerator that was created last; each Accelerator has its own."""
+    """The accumulation window of the newest Accelerator; each Accelerator has its own."""
 
 
 class Accelerator(accelerator.Accelerator):
-    """Paceline's Accelerator, with additional behavior that loops for Accelerate rely on."""
+    """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
 
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Such loops skip to the resume position themselves, except with stateful data loaders.
+        # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.prepared.loader_kind = functools.partial(DataLoaderShard, rng_types=self.rng_types or ())
         _OfTheLast.last = weakref.ref(self.gradient_state)
@@ -76,14 +76,14 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _models(self) -> list[nn.Module]:
-        """The prepared models."""
+        """All prepared models."""
         return self.prepared.models
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like ``paceline.Accelerator.gather_for_metrics``, but also for values that are repeated per sample.
+        """Like ``paceline.Accelerator.gather_for_metrics``, but also handles values repeated for each sample.
 
-        Loops for Accelerate gather ``loss.repeat(batch_size)``, for a mean that is weighted by batch size. If a batch
-        is not full, only as many rows as it has samples are kept.
+        Loops for Accelerate gather ``loss.repeat(batch_size)`` to compute a mean weighted by batch size. For a batch
+        that is not full, only one row per sample is kept.
         """
         loader = self.gradient_state.active_dataloader
         if loader is not None:

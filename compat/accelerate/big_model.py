@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` for models spread over devices, where their signatures differ from Paceline's."""
+"""``accelerate``'s functions for models spread across devices, if their signatures differ from Paceline's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def set_module_tensor_to_device(
     dtype: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    """Move the parameter or buffer of a dotted name to a device, and set its value and dtype if they are given.
+    """Move the parameter or buffer with a dotted name to a device, and set its value and dtype if they are given.
 
     ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
     """
@@ -44,14 +44,14 @@ def set_module_tensor_to_device(
     old = held.get(name)
     if old is None:
         raise ValueError(
-            f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}). Check the name."
+            f"{type(owner).__name__} has no parameter or buffer {name!r} (in {tensor_name!r}). Check the name."
         )
     if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
         raise ValueError(f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass value=.")
     if value is not None and value.shape != old.shape:
         raise ValueError(
-            f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}. Pass a value of the "
-            "same shape."
+            f"{tensor_name} has shape {tuple(old.shape)}, but the value has shape {tuple(value.shape)}. Pass a "
+            "value of the same shape."
         )
     new = (old if value is None else value).detach()
     new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
@@ -61,23 +61,23 @@ def set_module_tensor_to_device(
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name."""
+    """Return the parameters and buffers with their names."""
     return named_tensors(module, recurse, include_buffers, remove_non_persistent)
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """The names of the buffers that are not in the ``state_dict``; with ``fqns`` their full names within ``module``."""
+    """Return the names of buffers that are not in the ``state_dict``; with ``fqns``, full names within ``module``."""
     names = non_persistent_buffers(module) if recurse else set(unsaved_buffers(module))
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    """Bytes of a model's buffers."""
+    """Return the size of a model's buffers in bytes."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and of its largest part, with the names of all parts of that size."""
+    """Return the size in bytes of a model and of its largest part, with the names of all parts of that size."""
     sizes = Sizes(model)
     parts = [(sizes.of(part), name) for name, part in smallest_parts(model) if isinstance(part, nn.Module)]
     largest = max((size for size, _ in parts), default=0)
@@ -87,7 +87,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest part that is not split, and the names of all parts of that size."""
+    """Return the size in bytes of the largest part that is not split, and the names of all parts of that size."""
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
         inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
@@ -105,7 +105,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
-    """Bytes of a module together with the modules that have tensors tied to its own; each tied tensor counts once."""
+    """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
+
+    Each tied tensor counts once.
+    """
     with_ties = [
         (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
     ]
@@ -115,7 +118,7 @@ def get_module_size_with_ties(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Join neighbors on the same device under the name of the module that contains them. Returns the same dict."""
+    """Join neighbors on the same device under the name of the module that contains them, and return the same dict."""
     prefix = f"{module_name}." if module_name else ""
     inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
     short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
@@ -126,16 +129,16 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model of transformers is configured to tie its embeddings."""
+    """Return True if a transformers model is configured to tie its embeddings."""
     return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Do nothing: offloaded tensors are fetched to the device that runs them, tied or not."""
+    """Do nothing, because offloaded tensors, tied or not, are fetched to the device that uses them."""
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters with these names again, to the first one that has values."""
+    """Tie the parameters with these names again, using the first one that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]
@@ -145,7 +148,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Key shared by tensors that use the same storage."""
+    """Return a key that is equal for tensors that share their storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -154,7 +157,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
-    """The tensors of one file, placed according to a device map."""
+    """Return the tensors in one file, placed according to a device map."""
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
@@ -165,21 +168,24 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = N
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
-    """Load the values in a folder into a model."""
+    """Load offloaded values from a folder into a model."""
     for name in index or ():
         value = OffloadedWeightsLoader(save_folder=offload_folder, index=index)[name]
         set_module_tensor_to_device(model, name, "cpu", value)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict``, with the values of offloaded parameters."""
+    """Return the ``state_dict``, including the values of offloaded parameters."""
     return model.state_dict()
 
 
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """Add the values of a module's tensors to ``state_dict``; ``module_name`` is the dotted name of one of them."""
+    """Add the values of a module's tensors to ``state_dict``.
+
+    ``module_name`` is the dotted name of one of the tensors.
+    """
     prefix = module_name.rpartition(".")[0]
     for name, tensor in named_tensors(module, recurse=False):
         state_dict[f"{prefix}.{name}" if prefix else name] = tensor.detach().to(device_to_put_offload)
@@ -187,7 +193,7 @@ def get_state_dict_from_offload(
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
-    """The entries that belong to the given submodules."""
+    """Return the entries that belong to the given submodules."""
     return {
         name: value
         for name, value in state_dict.items()
@@ -199,7 +205,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module's weights are fetched when it runs."""
+    """Return True if a module's weights are offloaded and fetched when it runs."""
     return _part_of(module) is not None
 
 
@@ -211,7 +217,10 @@ def _part_of(module: nn.Module) -> Part | None:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
-    """Context in which a module's own parameters are on a device, by default the one that runs an offloaded module."""
+    """Context manager that puts a module's own parameters on a device.
+
+    The default is the device on which an offloaded module runs.
+    """
     part = _part_of(module) if execution_device is None else None
     if part is not None:
         part.enter()
@@ -235,7 +244,7 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
 def attach_execution_device_hook(
     module: nn.Module, execution_device: Any, skip_keys: Any = None, preload_module_classes: Any = None, **more: Any
 ) -> None:
-    """Make each module with tensors of its own move its inputs to a device."""
+    """Make each module that has its own tensors move its inputs to a device."""
     for part in module.modules():
         if not hasattr(part, "_hf_hook") and any(True for _ in named_tensors(part, recurse=False)):
             add_hook_to_module(part, AlignDevicesHook(execution_device, skip_keys=skip_keys))
@@ -252,9 +261,9 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Make a module move its inputs, and the weights of each of its parts, to the device that runs it.
+    """Make a module move its inputs to the execution device, and its parts load their weights there when they run.
 
-    ``module_name`` is the prefix of the names in ``weights_map``, and ``tied_params_map`` is ignored.
+    ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` is ignored.
     """
     if not offload:
         attach_execution_device_hook(module, execution_device, skip_keys)
@@ -286,7 +295,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Call :func:`attach_align_device_hook` for each block; devices and ``offload`` are given by the block's name."""
+    """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be given per block, by name."""
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}
     for name, device in execution_device.items():

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` for environment variables, versions, ports and configuration files."""
+"""``accelerate``'s functions for environment variables, versions, ports and configuration files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str) -> int:
-    """1 or 0 for a word that means yes or no."""
+    """Return 1 for a word that means yes, and 0 for one that means no."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
@@ -39,29 +39,29 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether an environment variable has a true value."""
+    """Return True if an environment variable has a true value."""
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The value of an environment variable."""
+    """Return the value of an environment variable, or ``default`` if it is not set."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The value of the first of these variables that holds a non-negative integer."""
+    """Return the value of the first of these environment variables that holds a non-negative integer."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
 
 def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
-    """Lines ``KEY=value``; entries that cannot be written in a line are left out with a warning."""
+    """Return ``KEY=value`` lines. Entries that cannot be written as a line are left out with a warning."""
     lines = []
     for key, value in current_env.items():
         if any(sign in key + value for sign in ";\n<> "):
             messages.warn(
-                f"The variable {key}={value!r} contains a character that is not allowed in a line of a file (one of "
-                "';', '<', '>', a space or a line break), so it is left out. Set it by other means."
+                f"The variable {key}={value!r} contains ';', '<', '>', a space or a line break, so it cannot be "
+                "written as a KEY=value line and is left out. Set the variable in another way."
             )
         else:
             lines.append(f"{key}={value}\n")
@@ -70,14 +70,14 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Context in which environment variables (names in capitals) have these values."""
+    """Context manager that sets environment variables, with their names in capitals."""
     with environment({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Context without any environment variables; variables set inside are removed at the end."""
+    """Context manager in which the environment starts empty; variables set inside it are removed at the end."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -88,7 +88,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(function: Any) -> Any:
-    """Decorator that restores ``ACCELERATE_`` and ``PACELINE_`` variables after the function has run."""
+    """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call."""
 
     def ours() -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "PACELINE_"))}
@@ -107,18 +107,18 @@ def purge_accelerate_environment(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """The libraries among these that have been imported."""
+    """Return the given libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device, and the name of the DistributedType for several such devices."""
+    """Return the device type, and the name of the DistributedType for training on several such devices."""
     kind = find_kind("auto")
     return kind, {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}.get(kind, "NO")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a version, or a library's, and the required one."""
+    """Compare a version, or a library's version, with the required version, using an operator such as ``">="``."""
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -129,28 +129,30 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether ``">="`` (...) holds between torch's version (without ``+cpu`` and the like) and the required one."""
+    """Compare torch's version (without suffixes such as ``+cpu``) with another, using an operator such as ``">="``."""
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether a program listens on a port of this machine, by default 29500."""
+    """Return True if a program on this machine listens on a port (29500 by default)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def check_os_kernel() -> None:
-    """Warn about Linux before 5.5, on which processes may hang."""
+    """Warn about Linux versions before 5.5, on which processes may hang."""
     release = platform.release().split("-")[0]
     if platform.system() == "Linux" and compare_versions(release, "<", "5.5.0"):
-        messages.warn(f"On Linux {release} processes may hang. Upgrade to 5.5 or newer.")
+        messages.warn(f"Processes may hang on Linux {release}. Upgrade to Linux 5.5 or newer.")
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """The settings in a file, as attributes and with ``to_dict()``; by default the file that is in use."""
+    """Return the settings in a file as attributes, with ``to_dict()``. By default, read the file that is in use."""
     path = config_file or files.find_file()
     if path is None:
-        raise FileNotFoundError(f"There is no configuration file such as {files.own_file()}. Run `paceline config`.")
+        raise FileNotFoundError(
+            f"No configuration file, such as {files.own_file()}, was found. Run `paceline config` to create one."
+        )
     values = files.read_file(path).values
     return SimpleNamespace(**values, to_dict=lambda: dict(values))
 
@@ -158,7 +160,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
-    """Write a configuration file, by default the user's own, unless it exists; returns its path, or False."""
+    """Write a configuration file (by default, the user's own). Return its path, or False if it already exists."""
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")

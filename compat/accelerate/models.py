@@ -1,6 +1,6 @@
-"""Functions of ``accelerate`` for modules, weights and files of sharded models.
+"""``accelerate``'s functions for modules, for weights, and for the files of sharded models.
 
-These files contain full states, even if the plugin asks for sharded ones, so that any number of processes can read
+These files contain full state dicts even if the plugin requests sharded ones, so any number of processes can read
 them. To save shards, use ``accelerator.save_state()``.
 """
 
@@ -27,7 +27,7 @@ from .probes import is_peft_model
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The module without its wrappers, like ``accelerator.unwrap_model``."""
+    """Return the module without its wrappers, like ``accelerator.unwrap_model``."""
     found = unwrapped(model)
     if recursive and isinstance(found, nn.Module):
         for name, child in list(found.named_children()):
@@ -38,30 +38,30 @@ def extract_model_from_parallel(
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether a module is wrapped by ``torch.compile``."""
+    """Return True if a module is wrapped by ``torch.compile``."""
     return compiler_of(module) is not None
 
 
 def has_compiled_regions(module: Any) -> bool:
-    """Whether submodules of a module are compiled."""
+    """Return True if any submodule of a module is compiled."""
     inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
     return any(compiler_of(one) is not None or is_compiled(one) for one in inside)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or all of it if there are none. Returns the same object."""
+    """Compile a module's repeated blocks, or the entire module if it has none. Returns the same object."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether a parameter is a DTensor."""
+    """Return True if any parameter is a DTensor."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules of a model, each after its submodules."""
+    """Return all modules of a model, each after its submodules."""
     found = [*_below(model, ""), ("", model)]
     return found if return_fqns else [module for _, module in found]
 
@@ -75,7 +75,7 @@ def _below(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a ``state_dict``, each tensor contiguous and under a single name, as safetensors requires."""
+    """Return a ``state_dict`` with each tensor contiguous and under only one name, as safetensors requires."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -113,7 +113,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> Any:
-    """Load the file of :func:`save_fsdp_model`; returns the keys that do not match. Every process must call this."""
+    """Load a file from :func:`save_fsdp_model` and return the keys that do not match. Every process must call this."""
     _refuse_adapters(model, adapter_only)
     placement = accelerator.prepared.placement(model, "load_fsdp_model")
     state = _read(_path(input_dir, "pytorch_model_fsdp", model_index))
@@ -143,7 +143,7 @@ def load_fsdp_optimizer(
     optimizer_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Load the file of :func:`save_fsdp_optimizer`. Every process must call this."""
+    """Load a file from :func:`save_fsdp_optimizer`. Every process must call this."""
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
@@ -152,8 +152,8 @@ def load_fsdp_optimizer(
 def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
     if adapter_only and is_peft_model(model):
         raise NotImplementedError(
-            f"{type(model).__name__} with adapter_only=True: sharded models are saved in full. Omit adapter_only, or "
-            "call accelerator.save_state(only_trainable=True)."
+            f"adapter_only=True is not supported for {type(model).__name__}, because sharded models are saved in full. "
+            "Leave out adapter_only, or call accelerator.save_state(only_trainable=True)."
         )
 
 
@@ -162,7 +162,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write the file on the main process and wait for it on the other processes. It appears complete or not at all."""
+    """Write the file atomically on the main process, while the other processes wait for it."""
     if accelerator.is_main_process:
         save_object(state, path, False)
     accelerator.wait_for_everyone()

@@ -1,6 +1,6 @@
-"""Paceline's replacement for each name of ``accelerate`` and its modules.
+"""Paceline's replacement for each name in ``accelerate`` and its modules.
 
-Every module has all names: a program finds ``set_seed`` wherever it imports it from.
+Every module exposes all names, so a program can import ``set_seed`` from any of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ..finder import UNKNOWN, Package, Target, placeholder
 from . import probes
 
-#: The version of Accelerate whose names these are; programs see it as the installed one.
+#: The version of Accelerate that has these names; programs see it as the installed version.
 VERSION = "1.15.0"
 
 #: Modules by package; "" is accelerate itself.
@@ -28,7 +28,7 @@ _MODULES = {
 }
 MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() for name in listed.split())
 
-#: Modules of Paceline, and the names of Accelerate that they have.
+#: Paceline's modules, and the Accelerate names that they define.
 _PLACES = {
     "compat.accelerate.accelerator": "Accelerator GradientState",
     "accelerator.enums": (
@@ -62,7 +62,8 @@ _PLACES = {
     "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerator.schedulers": "AcceleratedScheduler",
     "accelerator.trackers": (
-        "GeneralTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers on_main_process "
+        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker "
+        "TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
     "big_model.device_map": "check_device_map",
@@ -112,7 +113,7 @@ _PLACES = {
     ),
 }
 
-#: Names of Accelerate that have another name in Paceline.
+#: Accelerate names that differ from Paceline's.
 _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
     "DataLoaderAdapter": Target("accelerator.loaders", "PreparedLoader"),
@@ -145,12 +146,12 @@ CONSTANTS: dict[str, Any] = {
     "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
 }
 
-#: Error messages of names that can be imported but not called.
+#: Error messages for names that can be imported but not called.
 _LEFT_OUT = {
-    "Paceline has no pipeline for inference only. Spread the model with dispatch_model(model, device_map='auto')": (
+    "Paceline has no inference-only pipelines. Spread the model with dispatch_model(model, device_map='auto')": (
         "prepare_pippy"
     ),
-    "Paceline's checkpoints hold sharded states. Call accelerator.save_state() and accelerator.load_state(), and "
+    "Paceline's checkpoints contain sharded states. Use accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for full weights": (
         "compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
@@ -158,36 +159,32 @@ _LEFT_OUT = {
         "get_parameters_from_modules load_accelerator_state load_custom_state "
         "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),
-    "Paceline creates DeepSpeed's engine in accelerator.prepare. Pass prepare an optimizer and a scheduler of torch": (
+    "Paceline creates the DeepSpeed engine in accelerator.prepare. Pass it a torch optimizer and scheduler": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "GatheredParameters HfDeepSpeedConfig compile_regions_deepspeed get_active_deepspeed_plugin "
         "map_pytorch_optim_to_deepspeed"
     ),
-    "Paceline has no Megatron-LM. Split a model with Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": (
+    "Paceline does not support Megatron-LM. Use Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
         "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMPlugin MegatronLMSchedulerWrapper T5TrainStep "
         "add_model_config_to_megatron_parser avg_losses_across_data_parallel_group "
         "gather_across_data_parallel_groups"
     ),
-    "Paceline trains in 16 and 32 bits, without quantized weights. Choose mixed_precision='bf16'": (
+    "Paceline trains in 16 and 32 bits, without quantized weights. Use mixed_precision='bf16'": (
         "BnbQuantizationConfig apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model "
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers "
         "has_transformer_engine_layers load_and_quantize_model"
     ),
-    "accelerator.prepare splits a DataLoader and its sampler among the processes. Pass it the original loader": (
+    "accelerator.prepare splits a DataLoader and its sampler across processes. Pass it the original loader": (
         "BatchSamplerShard DataLoaderDispatcher IterableDatasetShard SeedableRandomSampler SkipBatchSampler "
         "SkipDataLoader get_sampler"
     ),
-    "Processes are started by `paceline launch`, notebook_launcher and torchrun. Use one of them": (
+    "Start processes with `paceline launch`, notebook_launcher or torchrun": (
         "PrepareForLaunch check_cuda_p2p_ib_support get_cpu_distributed_information get_gpu_info install_xla "
         "launch_command override_numa_affinity prepare_deepspeed_cmd_env prepare_multi_gpu_env "
         "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity"
     ),
-    "Paceline has trackers for CSV files, TensorBoard and Weights & Biases. Choose one of these, or write a "
-    "GeneralTracker": (
-        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TrackioTracker"
-    ),
-    "An Accelerator creates scaler and autocast itself. Use accelerator.backward(loss) and accelerator.autocast()": (
+    "An Accelerator creates its own scaler and autocast. Use accelerator.backward(loss) and accelerator.autocast()": (
         "get_grad_scaler get_mixed_precision_context_manager"
     ),
     "Split layers with Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": (
@@ -202,7 +199,7 @@ _VALUES = CONSTANTS | probes.ANSWERS
 
 @functools.cache
 def fallback(name: str) -> Any:
-    """A class that stands for what Paceline does not have; UNKNOWN for what Accelerate does not have either."""
+    """Return a placeholder for a name that Paceline does not have; UNKNOWN if Accelerate does not have it either."""
     return placeholder(name, f"is not available: {UNSUPPORTED[name]}") if name in UNSUPPORTED else UNKNOWN
 
 

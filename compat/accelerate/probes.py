@@ -1,4 +1,4 @@
-"""The ``is_..._available`` functions of ``accelerate``."""
+"""``accelerate``'s ``is_..._available`` functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from ... import messages
 
-#: Names for ``is_..._available`` that are names of packages.
+#: Names for ``is_..._available`` that are package names.
 _PACKAGES = (
     "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib msamp numpy pandas peft "
     "pynvml pytest rich sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio "
     "transformer_engine transformers triton wandb"
 )
-#: Names for ``is_..._available``, and the packages of which at least one must be installed.
+#: Names for ``is_..._available``, each with packages of which at least one must be installed.
 _OTHER_PACKAGES = {
     "bnb": "bitsandbytes",
     "lomo": "lomo_optim",
@@ -23,7 +23,8 @@ _OTHER_PACKAGES = {
     "tensorboard": "tensorboard tensorboardX",
     "torchdata_stateful_dataloader": "torchdata",
 }
-#: Names for ``is_..._available`` of things that Paceline does not support, installed or not.
+#: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
+#: devices that they stand for.
 _NEVER = (
     "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
     "transformer_engine_mxfp8 xccl xpu"
@@ -56,7 +57,7 @@ def _bf16(ignore_tpu: bool = False) -> bool:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model comes from the package peft."""
+    """Return True if a model comes from the peft package."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 

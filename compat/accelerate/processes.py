@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` that need no Accelerator: they use the processes of ``PartialState``."""
+"""``accelerate``'s functions that work without an Accelerator, on the processes of ``PartialState``."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Every process's list of objects, joined in rank order."""
+    """Gather every process's list of objects into one list, in rank order."""
     return operations.gather_object(object, _strategy())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Copy the tensors of one process to every process."""
+    """Broadcast one process's tensors to every process."""
     return operations.broadcast(tensor, _strategy(), from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list with one process's entries."""
+    """Replace a list's entries with those of one process."""
     return operations.broadcast_object_list(object_list, _strategy(), from_process)
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Average the tensors of all processes, or add them up (``"sum"``)."""
+    """Average tensors across all processes, or add them up (``"sum"``)."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along a dimension to the longest one of all processes."""
+    """Pad tensors along a dimension to the longest tensor across all processes."""
     return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the main process's tensor to every process; other processes pass None."""
+    """Broadcast the main process's tensor to every process; other processes pass None."""
     found: Any = _strategy().broadcast(None if tensor is None else tensor.cpu())
     return found.to(_strategy().device)
 
@@ -61,14 +61,14 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object like ``accelerator.save``; ``save_on_each_node`` on the first process of each machine."""
+    """Write an object like ``accelerator.save``. With ``save_on_each_node``, each machine's first process writes it."""
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization)
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load``, limited to tensors and plain data unless ``weights_only=False`` is passed."""
+    """Call ``torch.load``, limited to tensors and plain data unless ``weights_only=False`` is passed."""
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
@@ -81,9 +81,9 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a loader that yields this process's part.
+    """Return a loader that yields this process's part of the data.
 
-    ``device`` is accepted and ignored: batches go to this process's device. ``options`` are arguments of
+    ``device`` is accepted and ignored, because batches go to this process's device. ``options`` are arguments of
     ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
@@ -93,8 +93,8 @@ def prepare_data_loader(
     ):
         if given not in (None, own):
             raise NotImplementedError(
-                f"prepare_data_loader({name}={given}), but it is {own} here, and a loader can only be split among the "
-                f"existing processes. Omit {name}."
+                f"prepare_data_loader got {name}={given}, but this process has {name}={own}. A loader can only be "
+                f"split across the existing processes. Leave out {name}."
             )
     for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
         options.pop(name, None)

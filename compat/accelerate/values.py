@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` for plain values."""
+"""``accelerate``'s functions for plain values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...big_model.module_sizes import size_in_bytes
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A warning category that programs may filter; Paceline never uses it."""
+    """A warning category that programs may filter. Paceline never issues it."""
 
 
 def convert_bytes(size: float) -> str:
-    """Format a number of bytes with a unit (1 KB is 1024 bytes): ``"1.25 KB"``."""
+    """Format a number of bytes with a unit, such as ``"1.25 KB"`` (1 KB is 1024 bytes)."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -25,12 +25,12 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Number of bytes of a size such as ``"10GB"`` (or ``"10GiB"``, with units of 1024)."""
+    """Return the number of bytes in a size such as ``"10GB"``, or ``"10GiB"`` with units of 1024."""
     return size_in_bytes(size, "size")
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Bytes of one element; 0.125 for bool."""
+    """Return the size of one element in bytes; 0.125 for bool."""
     if dtype == torch.bool:
         return 1 / 8
     if isinstance(dtype, torch.dtype):
@@ -38,24 +38,24 @@ def dtype_byte_size(dtype: Any) -> float:
     bits = re.search(r"\d+$", str(getattr(dtype, "value", dtype)))
     if bits is None:
         raise ValueError(
-            f"dtype_byte_size got {dtype!r}, whose name does not end in a number of bits. Pass a torch.dtype."
+            f"dtype_byte_size got {dtype!r}, whose name does not end in its number of bits. Pass a torch.dtype."
         )
     return int(bits.group()) / 8
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function, or of an object's class."""
+    """Return the name of a class or function, or of any other object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return getattr(named, "__qualname__", None) or getattr(named, "__name__", str(obj))
 
 
 def is_tensor_information(value: Any) -> bool:
-    """Whether a value is a TensorInformation."""
+    """Return True if a value is a TensorInformation."""
     return isinstance(value, TensorInformation)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge ``source`` into ``destination``, recursively; returns ``destination``."""
+    """Recursively merge ``source`` into ``destination`` and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -65,7 +65,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """The attribute of an object with a dotted name."""
+    """Return an object's attribute at a dotted name, such as ``"layer.weight"``."""
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj

@@ -1,4 +1,4 @@
-"""Behavior that programs written for Lightning expect; the stand-in applies it to Paceline's classes."""
+"""Behavior that programs written for Lightning expect, added to Paceline's classes when they replace Lightning's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from ... import messages
 from ...processes.signals import interruption
-from .exceptions import SIGTERMException, translated
-from .testing import complete_mocks
+from .exceptions import SIGTERMException, exiting, translated
+from .testing import complete_mocks, is_logger
 from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
 
-#: Modules of Paceline, their classes, and the methods whose errors programs catch as Lightning's.
+#: Paceline's modules, their classes, and the methods whose errors programs catch as Lightning's.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
     "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
@@ -35,7 +36,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: Prefixes of the names of profiled actions, in Paceline and in Lightning.
+#: Prefixes of profiled actions' names, in Paceline and in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -43,7 +44,7 @@ _ACTIONS = {
 }
 
 
-#: Strategies that take additional arguments under the stand-in, as Lightning's do.
+#: Strategies that accept additional arguments when they replace Lightning's.
 _STRATEGIES = {
     "strategies.base": "SingleDevice",
     "strategies.ddp": "DDPStrategy",
@@ -76,9 +77,10 @@ def install() -> None:
 
 def _change_loggers() -> None:
     from ...loggers.csv import CSVLogger
+    from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
 
-    for logger in (CSVLogger, TensorBoardLogger):
+    for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
 
@@ -86,7 +88,9 @@ def _change_loggers() -> None:
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
+    from ...trainer import arguments, default_callbacks
     from ...trainer.data_source import DataSource
+    from ...trainer.loop import FitLoop
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
     from ...trainer.trainer import Trainer
@@ -102,6 +106,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
+        (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
         (DataSource, "train"): advising_train(DataSource.train),
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
@@ -109,8 +114,11 @@ def _replace_methods() -> None:
         (RunState, "__eq__"): _same_state,
         (Trainer, "_place"): place,
     }
-    for name in ("__init__", "fit", "validate", "test", "predict"):
-        replacements[Trainer, name] = speak_again(getattr(Trainer, name))
+    replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
+    for name in ("fit", "validate", "test", "predict"):
+        replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
+    arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
+    default_callbacks.is_logger = is_logger
     for (owner, name), changed in replacements.items():
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
     setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
@@ -124,8 +132,35 @@ def _translate_errors() -> None:
                 function = getattr(owner, method)
                 setattr(owner, method, translated(function))
                 if method == "__init__":
-                    with suppress(NameError):  # of a type that only type checkers import
+                    with suppress(NameError):  # for a type that only type checkers import
                         function.__annotations__ = get_type_hints(function)
+
+
+def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``say_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
+
+    def say(loop: Any) -> None:
+        most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
+        if loop.resumed is not None and -1 < most < epochs:
+            raise ValueError(
+                f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
+                "continue."
+            )
+        say_finished(loop)
+
+    return say
+
+
+def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``check`` to warn about limits that ``overfit_batches`` replaces."""
+
+    def warn(overfit_batches: Any, **limits: Any) -> None:
+        check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
+        for name, value in limits.items() if overfit_batches else ():
+            if value:
+                messages.warn(f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}.")
+
+    return warn
 
 
 def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:
@@ -141,7 +176,7 @@ def _action(name: str) -> str:
 
 
 def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[str, Tensor]:
-    """Values for the loggers as tensors: those that were sent, and newer ones of training steps."""
+    """Return the values for the loggers as tensors: those already sent, and newer ones from training steps."""
     found = {name: torch.tensor(value) for name, value in sent(trainer).items()}
     store, monitored = trainer.current_run.metrics, trainer.callback_metrics
     for stage, record in store.known():
@@ -151,11 +186,11 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
 
 
 def _same_state(state: Any, other: Any) -> bool:
-    """Whether two states are of the same kind of run, at the same stage, with the same status."""
+    """Return True if two states agree in the kind of run, the stage and the status."""
     names = ("fn", "stage", "status")
     return type(other) is type(state) and all(getattr(state, name) == getattr(other, name) for name in names)
 
 
 def _interruption(signum: int) -> BaseException:
-    """What ends a run by a signal."""
+    """Return the exception that stops a run after a signal."""
     return SIGTERMException(SIGTERMException.code) if signum == signal.SIGTERM else interruption(signum)

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that are callbacks of Paceline with other arguments."""
+"""Lightning callbacks that are Paceline callbacks with different arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models and data with which libraries built on Lightning test themselves: ``lightning.pytorch.demos``."""
+"""``lightning.pytorch.demos``: small models and datasets that libraries built on Lightning use in their tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...trainer.module import TrainingModule
 
 
 class RandomDataset(Dataset[Tensor]):
-    """``length`` normally distributed vectors of ``size`` numbers."""
+    """A dataset of ``length`` normally distributed vectors, each with ``size`` numbers."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -29,7 +29,7 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(Dataset[dict[str, Tensor]]):
-    """Dicts of two vectors, ``a`` and ``b``."""
+    """A dataset of dicts with two vectors, ``a`` and ``b``."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -43,7 +43,7 @@ class RandomDictDataset(Dataset[dict[str, Tensor]]):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of ``count`` normally distributed vectors of ``size`` numbers."""
+    """A stream of ``count`` normally distributed vectors, each with ``size`` numbers."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size, self.count = size, count
@@ -53,29 +53,29 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same with a length."""
+    """A :class:`RandomIterableDataset` with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(TrainingModule):
-    """One linear layer from 32 numbers to 2, trained to give ones, with a loader for every purpose."""
+    """A linear layer from 32 numbers to 2, trained to output ones, with a loader for every stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(32, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, shape (batch, 2)."""
+        """Return the layer's output, shape (batch, 2)."""
         return self.layer(x)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean squared distance to ``labels``; to ones by default."""
+        """Return the mean squared error against ``labels``, which are ones by default."""
         return F.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
-        """The loss of a batch."""
+        """Return a batch's loss."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -108,7 +108,7 @@ class BoringModel(TrainingModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same, with a training step that runs backward and the optimizer itself."""
+    """A :class:`BoringModel` with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class DemoModel(TrainingModule):
         self.learning_rate = learning_rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, not below 0; shape (batch, out_dim)."""
+        """Return the layer's output after ReLU, shape (batch, out_dim)."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -143,7 +143,7 @@ class DemoModel(TrainingModule):
 
 
 class BoringDataModule(DataModule):
-    """64 random vectors of 32 numbers for each purpose."""
+    """Provides 64 random vectors of 32 numbers for each stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class BoringDataModule(DataModule):
 
 
 class IterableBoringDataModule(DataModule):
-    """Two streams of 16 random vectors to train on and two to validate on, each as a loader of its own."""
+    """Provides two streams of 16 random vectors for training and two for validation, each with its own loader."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lightning's exceptions. Paceline raises Python's own; under the stand-in each is Lightning's as well."""
+"""Lightning's exceptions. When Paceline replaces Lightning, Paceline's errors are instances of them, too."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
-    """An argument, or something that a program defines, is invalid."""
+    """An argument, or something else that a program defines, is invalid."""
 
 
 class SIGTERMException(SystemExit):
-    """SIGTERM ended the run."""
+    """SIGTERM stopped the run."""
 
     code = 143
 
 
-#: What Paceline raises where Lightning raises MisconfigurationException.
+#: The errors that Paceline raises where Lightning raises MisconfigurationException.
 _MEANT = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
 
 
@@ -31,15 +31,28 @@ def _joined(kind: type[Exception]) -> type[Exception]:
 
 
 def _is_own(traceback: TracebackType | None) -> bool:
-    """Whether the exception was raised in Paceline's own code."""
+    """Return True if the exception was raised in Paceline's own code."""
     module = ""
     while traceback is not None:
         module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
     return module.partition(".")[0] == _PACKAGE
 
 
+def exiting(function: F) -> F:
+    """Wrap an entry point so that Ctrl-C ends the program with status 1, after the run has been torn down."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise SystemExit(1) from None
+
+    return call  # type: ignore[return-value]
+
+
 def translated(function: F) -> F:
-    """Wrap a function so that Paceline's errors are Lightning's too."""
+    """Wrap a function so that Paceline's errors are also instances of Lightning's exceptions."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lightning's ``Fabric``, an adapter over :class:`~...accelerator.accelerator.Accelerator`."""
+"""Lightning's ``Fabric``, an adapter for :class:`~...accelerator.accelerator.Accelerator`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max":
 
 
 class Fabric:
-    """Runs a user's own loop on any device and on many, with Lightning's names.
+    """Runs a custom loop on one or several devices, with Lightning's interface.
 
-    Everything that it does, an :class:`Accelerator` does: windows are not used, so every ``optimizer.step()`` steps.
+    An :class:`Accelerator` does the work, without accumulation windows: every ``optimizer.step()`` updates the weights.
 
     Args:
-        accelerator: kind of device.
-        strategy: a name, or a Strategy.
-        devices: how many or which, on this machine.
-        num_nodes: machines.
-        precision: a name or a Precision; None: as ``paceline launch`` and the settings say.
-        plugins: a Precision, a ClusterEnvironment.
+        accelerator: type of device.
+        strategy: a strategy's name, or a Strategy.
+        devices: number of devices on this machine, or their indices.
+        num_nodes: number of machines.
+        precision: a precision's name, or a Precision; if None, ``paceline launch`` and the settings determine it.
+        plugins: a Precision or a ClusterEnvironment, or a list of both.
         callbacks: objects whose methods :meth:`call` calls.
-        loggers: where :meth:`log` sends values.
+        loggers: loggers that :meth:`log` sends values to.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Fabric:
 
     @cached_property
     def accelerator_of_loop(self) -> Accelerator:
-        """The Accelerator behind this Fabric, made when it is first needed, in the process that trains."""
+        """The Accelerator behind this Fabric, created on first use in the process that trains."""
         if self._strategy.launcher is not None:
             self._refuse_unlaunched()
         environment = self._environment
@@ -93,26 +93,26 @@ class Fabric:
 
     def _refuse_unlaunched(self) -> NoReturn:
         raise RuntimeError(
-            f"Fabric(devices={len(self._strategy.device_ids)}) computes on {self._strategy.world_size} processes, "
-            "which are not there yet. Call fabric.launch() before the first other call."
+            f"Fabric(devices={len(self._strategy.device_ids)}) runs on {self._strategy.world_size} processes, "
+            "which have not been started yet. Call fabric.launch() before using the Fabric."
         )
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Start the processes of the strategy, in a script by running it once for each.
+        """Start the strategy's processes. In a script, this runs the script once for each process.
 
         Args:
-            function: called in each process as ``function(fabric, *args, **kwargs)``. In a notebook, under pytest and
-                with ``strategy="ddp_spawn"`` it must hold the code of the program.
-            *args: its arguments.
-            **kwargs: more of them.
+            function: called in each process as ``function(fabric, *args, **kwargs)``. It is required in a notebook,
+                under pytest and with ``strategy="ddp_spawn"``, and must then contain the program's code.
+            *args: positional arguments for the function.
+            **kwargs: keyword arguments for the function.
 
         Returns:
-            What the function returns on rank 0.
+            The function's return value on rank 0.
         """
         if function is not None and not takes_fabric(function):
             raise TypeError(
                 f"fabric.launch({getattr(function, '__name__', function)}): the function is called with the Fabric as "
-                "its first argument, but takes none. Write def main(fabric): ..."
+                "its first argument, but it takes no arguments. Define it as def main(fabric): ..."
             )
         return self._launch(_with_fabric, function, args, kwargs)
 
@@ -126,14 +126,14 @@ class Fabric:
             if start_method_in(host, asked, fork_obstacle(strategy.device.type), strategy.num_nodes) != "popen":
                 raise TypeError(
                     f"fabric.launch() without a function runs the script once for each of the {strategy.world_size} "
-                    f"processes, but this is {host.name}, or the strategy starts them from a function. Put the code "
-                    "into one: fabric.launch(main), with def main(fabric): ..."
+                    f"processes, but this is {host.name}, or the strategy starts processes from a function. Put the "
+                    "code into a function, def main(fabric): ..., and call fabric.launch(main)."
                 )
         with forgotten():
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The program of a subclass: calling it starts the processes too."""
+        """Override this with a subclass's program. Calling it starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -143,32 +143,32 @@ class Fabric:
 
     @property
     def accelerator(self) -> Any:
-        """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
         return AcceleratorRegistry[self._strategy.device.type]()
 
     @property
     def strategy(self) -> Strategy:
-        """Where tensors live and how the processes communicate."""
+        """The strategy, which decides where tensors live and how processes communicate."""
         return self._strategy
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """This process's device."""
         return self._strategy.device
 
     @property
     def global_rank(self) -> int:
-        """This process among all, 0-based."""
+        """This process's rank among all processes, 0-based."""
         return self._strategy.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine, 0-based."""
+        """This process's rank on its machine, 0-based."""
         return self._strategy.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine, 0-based."""
+        """This machine's rank, 0-based."""
         return self._strategy.node_rank
 
     @property
@@ -181,7 +181,7 @@ class Fabric:
         """Whether this is rank 0."""
         return self._strategy.is_global_zero
 
-    # ---- what is set up ----------------------------------------------------------------------------------------------
+    # ---- setup -------------------------------------------------------------------------------------------------------
 
     def setup(
         self,
@@ -196,11 +196,11 @@ class Fabric:
         Args:
             module: the module.
             *optimizers: its optimizers.
-            scheduler: returned as it is: it advances with each call of its ``step``.
-            move_to_device: whether the module moves to the device.
+            scheduler: returned unchanged; it advances with each call of its ``step``.
+            move_to_device: whether to move the module to the device.
 
         Returns:
-            The module; or a tuple of the module, the optimizers, and the scheduler if there is one.
+            The module alone, or a tuple of the module, the optimizers, and the scheduler if one was passed.
         """
         self._refuse_wrapped("setup", module, *optimizers)
         placed = [move_to_device, *[None] * len(optimizers)]
@@ -211,7 +211,7 @@ class Fabric:
         return (wrapped, *found) if scheduler is None else (wrapped, *found, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Set up a module; its optimizers, made from its parameters, are for :meth:`setup_optimizers`."""
+        """Set up a module. Create its optimizers afterwards and pass them to :meth:`setup_optimizers`."""
         self._refuse_wrapped("setup_module", module)
         return self._wrapped(self.accelerator_of_loop.prepare_model(module, move_to_device), [])
 
@@ -223,7 +223,7 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up optimizers of modules that are set up. Returns one, or a tuple of several."""
+        """Set up the optimizers of modules that have been set up. Return the optimizer, or a tuple of several."""
         self._refuse_wrapped("setup_optimizers", *optimizers)
         found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
         self._watch(found)
@@ -232,12 +232,16 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Set up loaders: each process gets its part of the data, on its device. Returns one, or a list of several.
+        """Set up loaders, so that each process gets its part of the data, on its device.
 
         Args:
             *dataloaders: the loaders.
-            use_distributed_sampler: False: every process reads all of the data, or what its own sampler gives it.
-            move_to_device: whether batches move to the device.
+            use_distributed_sampler: if False, every process reads all of the data, or the samples that its own sampler
+                selects.
+            move_to_device: whether to move batches to the device.
+
+        Returns:
+            The loader, or a list if several were passed.
         """
         self._refuse_wrapped("setup_dataloaders", *dataloaders)
         if use_distributed_sampler:
@@ -250,12 +254,12 @@ class Fabric:
         for one in objects:
             if is_wrapped(one):
                 raise ValueError(
-                    f"fabric.{method} got {messages.a(one)} that is set up already. Pass each object once, as you made "
-                    "it."
+                    f"fabric.{method} got {messages.a(one)} that has already been set up. Pass each original object "
+                    "once."
                 )
 
     def _watch(self, optimizers: list[AcceleratedOptimizer]) -> None:
-        """Call the callbacks that want to know of an optimizer's steps."""
+        """Call the callbacks' ``on_after_optimizer_step`` after each optimizer step."""
         for callback in self._callbacks:
             hook = getattr(callback, "on_after_optimizer_step", None)
             if callable(hook):
@@ -265,7 +269,7 @@ class Fabric:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss; replaces ``loss.backward()``."""
+        """Run the backward pass for a loss. Call this instead of ``loss.backward()``."""
         if args:
             kwargs["gradient"] = args[0]
         self.accelerator_of_loop.backward(tensor, **kwargs)
@@ -279,22 +283,22 @@ class Fabric:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip the gradients of an optimizer's parameters, each to ``clip_val`` or all together to ``max_norm``.
+        """Clip an optimizer's gradients, either each value to ``clip_val`` or their total norm to ``max_norm``.
 
         Args:
-            module: whose gradients.
-            optimizer: of which parameters.
-            clip_val: the largest value.
+            module: the module that the gradients belong to.
+            optimizer: the optimizer whose parameters' gradients are clipped.
+            clip_val: the largest absolute value.
             max_norm: the largest norm.
             norm_type: order of the norm.
-            error_if_nonfinite: raise if the norm is not finite; not with fp16, which then skips the step.
+            error_if_nonfinite: raise an error if the norm is not finite, except with fp16, which then skips the step.
 
         Returns:
-            The norm before clipping, shape ().
+            The norm before clipping, shape (); None with ``clip_val``.
         """
         if (clip_val is None) is (max_norm is None):
             raise ValueError(
-                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): give exactly one of the two."
+                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): pass exactly one of the two."
             )
         accelerator = self.accelerator_of_loop
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -304,56 +308,59 @@ class Fabric:
         norm = accelerator.clip_grad_norm_(parameters, float(max_norm or 0.0), float(norm_type))
         if error_if_nonfinite and accelerator.scaler is None and not math.isfinite(float(norm)):
             raise RuntimeError(
-                f"fabric.clip_gradients: the norm of the gradients is {float(norm)}, so they cannot be scaled. Look "
+                f"fabric.clip_gradients: the gradient norm is {float(norm)}, so the gradients cannot be clipped. Look "
                 "for the first loss that is not finite, or pass error_if_nonfinite=False."
             )
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context whose backward passes do not communicate gradients, for all micro-batches but the last."""
+        """Context manager that turns off gradient synchronization. Use it for all micro-batches but the last."""
         if not isinstance(original(module), nn.Module) or not is_wrapped(module):
             raise TypeError(
-                f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set the "
-                "module up first."
+                f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set up "
+                "the module first."
             )
         return self.accelerator_of_loop.no_sync(original(module)) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context that computes in the precision, as a module's forward does."""
+        """Context manager that runs operations in the chosen precision, as a module's forward does."""
         return self.accelerator_of_loop.autocast()
 
     def to_device(self, obj: Any) -> Any:
-        """A module, a tensor or a collection of tensors, on the device."""
+        """Move a module, a tensor or a collection of tensors to the device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else move(obj, self.device)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Context in which tensors are made on the device, in the precision's dtype."""
+        """Context manager in which tensors are created on the device, in the precision's dtype."""
         return self._strategy.tensor_init_context()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are made on the device, in the precision's dtype; ``empty_init``: without values."""
+        """Context manager in which layers are created on the device, in the precision's dtype.
+
+        With ``empty_init``, their weights are not initialized.
+        """
         return self.accelerator_of_loop.init_module(empty_init)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """The same as :meth:`init_module`."""
+        """Same as :meth:`init_module`."""
         return self.init_module()
 
-    # ---- between processes -------------------------------------------------------------------------------------------
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         self._communicating.barrier(name or "")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Process ``src``'s object, on every process."""
+        """Broadcast process ``src``'s object to every process and return it."""
         return self._communicating.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        """Stack all processes' tensors along a new first dimension, which is not added with a single process."""
         return self._communicating.all_gather(self._tensors(data), group, sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """Reduce the tensors in a collection over all processes."""
+        """Reduce the tensors in a collection across all processes."""
         op: Any = _REDUCTIONS.get(str(reduce_op or "mean").lower(), reduce_op)
         strategy = self._communicating
         return pytree.tree_map_only(Tensor, lambda one: strategy.reduce(one, op, group), self._tensors(data))
@@ -363,16 +370,16 @@ class Fabric:
         return self.accelerator_of_loop.strategy
 
     def _tensors(self, data: Any) -> Any:
-        """Numbers as tensors, and everything on the device."""
+        """Convert numbers to tensors, and move all tensors to the device."""
         return move(pytree.tree_map_only((int, float), torch.tensor, data), self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Context that rank 0 (of each machine if ``local``) runs before the others."""
+        """Context manager whose body rank 0 (on each machine if ``local``) runs before the other ranks."""
         accelerator = self.accelerator_of_loop
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on the first process of each machine."""
+        """Print on the first process of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)  # noqa: T201 - it is the user who prints
 
@@ -384,12 +391,12 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write modules, optimizers and any other values to a file, whole or not at all. Every process must call.
+        """Write modules, optimizers and any other values to a file atomically. Every process must call this.
 
         Args:
-            path: of the file.
-            state: what to write, by name; modules and optimizers that are set up are replaced by their states.
-            filter: by name of the state, ``f(key, value)`` that says which entries of its ``state_dict`` are written.
+            path: path of the file.
+            state: the values to write, by name. Modules and optimizers that have been set up are saved as their states.
+            filter: maps names in ``state`` to ``f(key, value)``, which returns True for ``state_dict`` entries to keep.
         """
         filter = _checked_filter(state, filter or {})
         found = {}
@@ -413,17 +420,17 @@ class Fabric:
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file of :meth:`save` into the objects of ``state``. Every process must call.
+        """Load a file written by :meth:`save` into the objects in ``state``. Every process must call this.
 
         Args:
-            path: of the file.
-            state: modules, optimizers and other values, by the names that they were saved under; values that have no
-                ``load_state_dict`` are replaced in it. None: nothing is loaded into anything.
-            strict: everything in ``state`` must be in the file, with the same keys.
-            weights_only: False also loads objects that are not plain data, which runs code that the file names.
+            path: path of the file.
+            state: modules, optimizers and other values, by the names they were saved under. Values without
+                ``load_state_dict`` are replaced in this dict. If None, the file is only read.
+            strict: require that the file contains everything in ``state``, with the same keys.
+            weights_only: if False, also load objects that are not plain data, which can run code named in the file.
 
         Returns:
-            What the file holds beside ``state``.
+            The file's entries that are not in ``state``.
         """
         self.accelerator_of_loop.strategy.barrier("Fabric.load")
         found = single_file.load(path, trusted=weights_only is False)
@@ -433,7 +440,8 @@ class Fabric:
         if missing and strict:
             raise KeyError(
                 f"fabric.load({str(path)!r}): the file has no {messages.names(missing, last='and')}, only "
-                f"{messages.names(list(found), last='and')}. Leave it out of the state, or pass strict=False."
+                f"{messages.names(list(found), last='and')}. Leave the missing entries out of state, or pass "
+                "strict=False."
             )
         for name in [name for name in state if name in found]:
             self._load_into(state, name, found.pop(name), strict)
@@ -464,13 +472,13 @@ class Fabric:
     def load_raw(
         self, path: Any, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
-        """Load a file that holds nothing but the ``state_dict`` of a module or an optimizer."""
+        """Load a file that contains only the ``state_dict`` of a module or an optimizer."""
         self._load_state(original(obj), single_file.load(path, trusted=weights_only is False), strict)
 
     # ---- callbacks, loggers ------------------------------------------------------------------------------------------
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it."""
+        """Call a method on every callback that has it."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if callable(method):
@@ -478,7 +486,7 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers."""
+        """All loggers."""
         return self._loggers
 
     @property
@@ -491,14 +499,14 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send values to all loggers; tensors have one element, and this waits for the device."""
+        """Send values to all loggers. Tensors must have one element; reading them waits for the device."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self._loggers if self.is_global_zero else ():
             logger.log_metrics(metrics=values, step=step)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed Python's ``random``, numpy and torch; loader workers always get seeds of their own."""
+        """Seed Python's ``random``, numpy and torch. Loader workers always get their own seeds."""
         return seed_everything(seed, workers is not False, verbose)
 
 
@@ -509,13 +517,13 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _with_fabric(fabric: Fabric, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    """Join the processes, and call the user's function."""
+    """Join the processes and call the user's function."""
     _ = fabric.accelerator_of_loop
     return None if function is None else function(fabric, *args, **kwargs)
 
 
 def _run(fabric: Fabric, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Join the processes, and call a subclass's ``run``."""
+    """Join the processes and call a subclass's ``run``."""
     _ = fabric.accelerator_of_loop
     return type(fabric).run(fabric, *args, **kwargs)
 
@@ -532,10 +540,10 @@ def _has_state(value: Any) -> bool:
 def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, choose in filter.items():
         if name not in state:
-            raise ValueError(f"fabric.save(filter=...) {messages.unknown('entry', name, list(state))}")
+            raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function of a key and a "
-                "value."
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function that takes a "
+                "key and a value."
             )
     return filter

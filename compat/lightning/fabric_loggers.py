@@ -1,6 +1,6 @@
-"""What Fabric sends values with: loggers whose first argument is ``root_dir``, and ``ThroughputMonitor``.
+"""Fabric's loggers, whose first argument is ``root_dir``, and its ``ThroughputMonitor``.
 
-A command line takes a logger by the name of its class, so these loggers' names differ from Paceline's.
+A command line selects a logger by its class name, so these names differ from Paceline's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FabricCSVLogger(csv.CSVLogger):
-    """Values in a CSV file; see :class:`paceline.loggers.csv.CSVLogger`."""
+    """Logs values to a CSV file; see :class:`paceline.loggers.csv.CSVLogger`."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class FabricCSVLogger(csv.CSVLogger):
 
 
 class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):
-    """Values for TensorBoard; see :class:`paceline.loggers.tensorboard.TensorBoardLogger`."""
+    """Logs values for TensorBoard; see :class:`paceline.loggers.tensorboard.TensorBoardLogger`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):
 
 
 class ThroughputMonitor(Throughput):
-    """:class:`Throughput` of a :class:`Fabric`, with its devices' peak and number, whose rates go to its loggers."""
+    """A :class:`Throughput` that uses a :class:`Fabric`'s device count and peak FLOP/s and logs to its loggers."""
 
     def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
         peak = peak_flops(fabric.device, compute_dtype(fabric.strategy.precision.name))
@@ -59,8 +59,8 @@ class ThroughputMonitor(Throughput):
         """Compute the rates and log them.
 
         Args:
-            step: of these values; by default one more than the last.
-            **kwargs: for :meth:`Throughput.compute`.
+            step: the step to log the values at; by default, the previous step plus one.
+            **kwargs: arguments for :meth:`Throughput.compute`.
         """
         self.step = self.step + 1 if step is None else step
         metrics = self.compute(**kwargs)

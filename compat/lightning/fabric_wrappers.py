@@ -1,4 +1,4 @@
-"""What ``Fabric.setup`` returns: Lightning's wrapper of a module, and what a LightningModule finds as its trainer."""
+"""The module wrapper that ``Fabric.setup`` returns, and the ``trainer`` that a LightningModule has under Fabric."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ...trainer.module import TrainingModule
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-#: Methods of a LightningModule that are called as its forward is, unless they are marked otherwise.
+#: LightningModule methods that go through the strategy, like forward, even if they are not marked.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 
 class FabricModule(nn.Module):
-    """A prepared module. ``.module`` is the user's own, whose attributes and methods this one has too.
+    """A prepared module. It also has all attributes and methods of the user's module (:attr:`module`).
 
-    Its forward takes inputs in the dtype of the precision, and returns floats in torch's default dtype.
+    Its forward converts inputs to the precision's dtype, and floating-point outputs to torch's default dtype.
     """
 
     def __init__(self, accelerator: Accelerator, module: nn.Module) -> None:
@@ -54,14 +54,16 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let a method of the module be called as its forward is: through the strategy, in its precision."""
+        """Make calls to one of the module's methods go through the strategy and its precision, as for forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ValueError("mark_forward_method('forward'): forward is already marked. Name another method.")
+            raise ValueError(
+                "mark_forward_method('forward'): forward is always marked. Pass the name of another method."
+            )
         if not callable(getattr(self.module, name, None)):
             raise AttributeError(
-                f"mark_forward_method({name!r}): {type(self.module).__name__} has no method of that name. Name one of "
-                "its own methods."
+                f"mark_forward_method({name!r}): {type(self.module).__name__} has no method of that name. Pass the "
+                "name of one of its methods."
             )
         self._marked.add(name)
 
@@ -83,35 +85,35 @@ class FabricModule(nn.Module):
             setattr(module, name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without a prefix."""
+        """Return the module's ``state_dict``, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the module's ``state_dict``."""
+        """Load a ``state_dict`` into the module."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, without a prefix."""
+        """Return the module's named parameters, without a prefix."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's, without a prefix."""
+        """Return the module's named buffers, without a prefix."""
         return self.module.named_buffers(*args, **kwargs)
 
 
 def is_wrapped(obj: Any) -> bool:
-    """Whether an object came from ``Fabric.setup`` or ``Fabric.setup_dataloaders``."""
+    """Return True if an object came from ``Fabric.setup`` or ``Fabric.setup_dataloaders``."""
     return isinstance(unwrapped(obj), (FabricModule, AcceleratedOptimizer, PreparedLoader, FabricLoader))
 
 
 def original(obj: Any) -> Any:
-    """The user's object inside of what ``Fabric.setup`` returned; anything else as it is."""
+    """Return the user's object inside one that ``Fabric.setup`` returned; return anything else unchanged."""
     obj = unwrapped(obj)
     return obj.module if isinstance(obj, FabricModule) else obj
 
 
 def unwrapped_in(collection: Any) -> Any:
-    """The collection, with all that ``Fabric.setup`` returned replaced by the user's original objects."""
+    """Return the collection, with everything that ``Fabric.setup`` returned replaced by the user's original objects."""
     if isinstance(collection, Mapping):
         return {key: unwrapped_in(value) for key, value in collection.items()}
     if type(collection) in (list, tuple):
@@ -121,11 +123,11 @@ def unwrapped_in(collection: Any) -> Any:
 
 
 class FabricLoader:
-    """A loader of which every process reads all, with its batches on the device.
+    """A loader that every process reads in full, with its batches moved to the device.
 
     Args:
-        loader: the user's.
-        device: where the batches go; None leaves them where they are.
+        loader: the user's loader.
+        device: device to move batches to; if None, they are not moved.
     """
 
     def __init__(self, loader: Any, device: torch.device | None) -> None:
@@ -144,11 +146,11 @@ class FabricLoader:
         return getattr(self._loader, name)
 
 
-# ---- what a LightningModule finds ------------------------------------------------------------------------------------
+# ---- a LightningModule's trainer -------------------------------------------------------------------------------------
 
 
 class _Value:
-    """A name that a module logs: every value goes to Fabric's loggers at once."""
+    """A name that a module logs. Every value is sent to Fabric's loggers immediately."""
 
     def __init__(self, fabric: Fabric, name: str, options: Any) -> None:
         self.fabric, self.name, self.options = fabric, name, options
@@ -158,30 +160,30 @@ class _Value:
 
 
 class _Values(dict[str, _Value]):
-    """Where ``self.log`` and ``self.log_dict`` of a module look up names."""
+    """The mapping in which a module's ``self.log`` and ``self.log_dict`` look up names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[Any, Any] = {}
 
     def group(self, key: Any, group: Any) -> None:
-        """Nothing is kept: each value is logged for itself."""
+        """Do nothing, because each value is logged separately."""
 
 
 class _Store:
-    """Where a module's ``self.log`` goes."""
+    """Receives the values that a module's ``self.log`` logs."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric, self.records = fabric, _Values()
 
     def define(self, name: str, value: Any, options: Any) -> _Value:
-        """Begin to log a name."""
+        """Start logging values under a name."""
         record = self.records[name] = _Value(self.fabric, name, options)
         return record
 
 
 class _FabricStrategy:
-    """The strategy, whose backward pass is Fabric's."""
+    """The strategy, with Fabric's backward pass."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -196,7 +198,7 @@ class _FabricStrategy:
 class FabricTrainer:
     """The ``trainer`` of a LightningModule that Fabric has set up.
 
-    It has only the attributes that make sense in a custom loop; all others are read from the Fabric.
+    It has only the attributes that make sense in a custom loop, and reads all others from the Fabric.
 
     Args:
         fabric: the Fabric that set up the module.
@@ -209,7 +211,8 @@ class FabricTrainer:
         hooks = SimpleNamespace(on_before_backward=(), on_after_backward=())
         self._fabric = fabric
         self.strategy = _FabricStrategy(fabric)
-        self.current_run = SimpleNamespace(managed=optimizers, hooks=hooks)
+        unscale = self.strategy.unscale_gradients
+        self.current_run = SimpleNamespace(managed=optimizers, hooks=hooks, unscale_gradients=unscale)
         self.optimizers = [one.optimizer for one in optimizers]
         self.lr_scheduler_configs: list[Any] = []
         self.current_epoch = self.global_step = 0
@@ -219,14 +222,14 @@ class FabricTrainer:
             raise AttributeError(name)
         if not hasattr(self._fabric, name):
             raise AttributeError(
-                f"self.trainer.{name}: a Trainer has it, but Fabric runs this module. Use what Fabric has, or pass "
-                "the value to the module."
+                f"self.trainer.{name} does not exist, because this module runs under Fabric, without a Trainer. Use an "
+                "attribute of Fabric, or pass the value to the module."
             )
         return getattr(self._fabric, name)
 
 
 def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
-    """Let a LightningModule, and those in it, log and optimize through Fabric."""
+    """Make a LightningModule, and all LightningModules inside it, log and optimize through Fabric."""
     trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
     for one in module.modules():
         if isinstance(one, TrainingModule):
@@ -234,5 +237,5 @@ def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
 
 
 def takes_fabric(function: Callable[..., Any]) -> bool:
-    """Whether a function has an argument for Fabric."""
+    """Return True if a function has a parameter for the Fabric."""
     return bool(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Helper functions that libraries import from Lightning's ``utilities``, on what Paceline has for the same purpose."""
+"""Helper functions that libraries import from Lightning's ``utilities``, implemented with Paceline's own functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """The arguments of the running ``__init__`` that ``frame`` is of, without the object; those of ``**kwargs`` too."""
+    """Return the arguments of the ``__init__`` running in ``frame``, without ``self`` but including ``**kwargs``."""
     names, _, rest, values = inspect.getargvalues(frame)
     found = {name: values[name] for name in names[1:] if name in values}
     return found | (values.get(rest, {}) if rest else {})
@@ -37,14 +37,14 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 def save_hyperparameters(
     obj: Any, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None
 ) -> None:
-    """Call ``obj.save_hyperparameters``; ``frame`` is the caller's by default."""
+    """Call ``obj.save_hyperparameters``. By default, ``frame`` is the caller's frame."""
     if frame is None and (current := inspect.currentframe()) is not None:
         frame = current.f_back
     obj.save_hyperparameters(*args, ignore=ignore, frame=frame)
 
 
 def is_picklable(obj: object) -> bool:
-    """Whether an object can be pickled."""
+    """Return True if an object can be pickled."""
     try:
         pickle.dumps(obj)
     except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
@@ -53,18 +53,18 @@ def is_picklable(obj: object) -> bool:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Whether the module, its hyperparameters or its data module have an attribute."""
+    """Return True if the module, its hyperparameters or its DataModule have an attribute."""
     return bool(_owners(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """The attribute of the module, its hyperparameters or its data module; the last one that has it counts."""
+    """Return an attribute of the module, its hyperparameters or its DataModule; the last of these that has it wins."""
     owner = _owner(model, attribute)
     return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever the module, its hyperparameters and its data module have it."""
+    """Set an attribute wherever it exists: on the module, in its hyperparameters and on its DataModule."""
     _owner(model, attribute)
     for owner in _owners(model, attribute):
         if isinstance(owner, dict):
@@ -77,8 +77,8 @@ def _owner(model: Any, attribute: str) -> Any:
     owners = _owners(model, attribute)
     if not owners:
         raise AttributeError(
-            f"{attribute!r} is neither an attribute of {type(model).__name__} or of its data module, nor one of its "
-            "hyperparameters."
+            f"{attribute!r} is not an attribute or hyperparameter of {type(model).__name__}, and not an attribute of "
+            "its DataModule."
         )
     return owners[-1]
 
@@ -96,7 +96,7 @@ def _owners(model: Any, attribute: str) -> list[Any]:
 
 
 def defaults_from_env_vars(function: F) -> F:
-    """Return the constructor unchanged: ``Trainer`` reads the variables ``PL_TRAINER_<ARGUMENT>`` itself."""
+    """Return the constructor unchanged, because ``Trainer`` itself reads the ``PL_TRAINER_<ARGUMENT>`` variables."""
     return function
 
 
@@ -104,7 +104,7 @@ def defaults_from_env_vars(function: F) -> F:
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """A copy of nested dicts, lists and tuples with all tensors detached, and on the CPU if asked for."""
+    """Copy nested dicts, lists and tuples with all tensors detached, and moved to the CPU if ``to_cpu``."""
     if isinstance(in_dict, Tensor):
         detached = in_dict.detach()
         return detached.cpu() if to_cpu else detached
@@ -118,7 +118,7 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 
 
 def garbage_collection_cuda() -> None:
-    """Collect garbage, and give the device's cached memory back."""
+    """Collect garbage and free the device's cached memory."""
     clear_device_cache(garbage_collection=True)
 
 
@@ -126,19 +126,19 @@ def garbage_collection_cuda() -> None:
 
 
 def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """The file system of a path or an address, by ``fsspec``."""
+    """Return the ``fsspec`` file system for a path or a URL."""
     from fsspec.core import url_to_fs
 
     return url_to_fs(os.fspath(path), **kwargs)[0]
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a local one, not an address."""
+    """Return True for a local path, and False for a URL."""
     return not is_remote(path)
 
 
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """What ``torch.load`` reads from a path, an address or an open file; only data unless ``weights_only=False``."""
+    """Call ``torch.load`` on a path, a URL or an open file. Only data is loaded unless ``weights_only=False``."""
     only_data = weights_only is not False
     if hasattr(path_or_url, "read"):
         return _read(path_or_url, map_location, only_data)
@@ -151,16 +151,16 @@ def _read(file: IO[bytes], map_location: Any, only_data: bool) -> Any:
 
 
 def atomic_save(checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) -> None:
-    """``torch.save`` to a file that appears whole or not at all."""
+    """Write a file with ``torch.save``, atomically."""
     with written_aside(location(os.fspath(filepath))) as file:
         torch.save(checkpoint, file)
 
 
 def lazy_load(filename: str | os.PathLike[str]) -> Any:
-    """Read a file of tensors whose values stay on the disk until they are used."""
+    """Load a file of tensors whose values stay on disk until they are used."""
     path = os.fspath(filename)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"There is no file {path!r} to load.")
+        raise FileNotFoundError(f"The file {path!r} does not exist, so it cannot be loaded.")
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -168,10 +168,10 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
 
 
 def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> None:
-    """Give each submodule with tensors on the meta device real ones on ``device``, and initialize them.
+    """Replace meta-device tensors with real ones on ``device``, and initialize the submodules that hold them.
 
     Raises:
-        TypeError: such a submodule has no ``reset_parameters``.
+        TypeError: if such a submodule has no ``reset_parameters``.
     """
     for name, inner in module.named_modules():
         own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
@@ -181,8 +181,8 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
         reset = getattr(inner, "reset_parameters", None)
         if not callable(reset):
             raise TypeError(
-                f"{name or 'The module'} ({type(inner).__name__}) has tensors on the meta device and no "
-                "reset_parameters() to initialize them with. Define it, or build the module on a real device."
+                f"{name or 'The module'} ({type(inner).__name__}) has tensors on the meta device, but no "
+                "reset_parameters() to initialize them. Define that method, or build the module on a real device."
             )
         reset()
 
@@ -191,20 +191,20 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
 
 
 def is_cuda_available() -> bool:
-    """Whether torch can use an NVIDIA or AMD GPU."""
+    """Return True if torch can use an NVIDIA or AMD GPU."""
     return torch.cuda.is_available()
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Indices of GPUs on which a tensor can be made; -1 for all of them.
+    """Return the indices of ``num_devices`` GPUs on which a tensor can be created, or of all such GPUs for -1.
 
     Raises:
-        ValueError: more are asked for than there are.
-        RuntimeError: too few are free.
+        ValueError: if ``num_devices`` is larger than the number of GPUs.
+        RuntimeError: if too few GPUs are usable.
     """
     seen = torch.cuda.device_count()
     if num_devices > seen:
-        raise ValueError(f"find_usable_cuda_devices({num_devices}) asks for more GPUs than this process sees: {seen}.")
+        raise ValueError(f"find_usable_cuda_devices({num_devices}) needs more GPUs than the {seen} this process sees.")
     usable = []
     for index in range(seen):
         if len(usable) == num_devices:
@@ -216,8 +216,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         usable.append(index)
     if num_devices > len(usable):
         raise RuntimeError(
-            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used; others may be "
-            "in exclusive use by other processes. Ask for fewer, or wait."
+            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. The others may "
+            "be in exclusive use by other processes. Ask for fewer GPUs, or wait."
         )
     return usable
 
@@ -226,14 +226,14 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 
 class Interval(str, Enum):
-    """When a ``Timer`` looks at the clock."""
+    """When a ``Timer`` checks the elapsed time."""
 
     step = "step"
     epoch = "epoch"
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """What progress bars show of every run: the logger's version, at most its last four characters."""
+    """Return the values that every progress bar shows: the logger's version (if a string, its last four characters)."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}
@@ -241,17 +241,17 @@ def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
 
 
 def convert_inf(x: float | None) -> float | None:
-    """None for infinity and for NaN, else the number."""
+    """Return None for infinity and NaN; return any other number unchanged."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x
 
 
 def multiplicative(epoch: int) -> float:
-    """The factor by which ``BackboneFinetuning`` raises the backbone's learning rate at each epoch."""
+    """Return the factor that ``BackboneFinetuning`` multiplies the backbone's learning rate by in each epoch."""
     return 2.0
 
 
 def do_nothing_closure() -> None:
-    """Return None."""
+    """Do nothing and return None."""
 
 
 # lightning.pytorch.loggers
@@ -262,7 +262,7 @@ def merge_dicts(
     agg_key_funcs: Mapping[str, Callable[[Sequence[float]], float]] | None = None,
     default_func: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> dict[str, Any]:
-    """Merge dicts, also nested ones: the values of a key become one by the key's function, the mean by default."""
+    """Recursively merge dicts. A key's values are combined by the key's function, by default the mean."""
     functions = agg_key_funcs or {}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in dicts for key in one):
@@ -279,7 +279,7 @@ def merge_dicts(
 
 
 def sized_len(dataloader: Any) -> int | None:
-    """The length of an object; None if it has none."""
+    """Return an object's length, or None if it has no length."""
     try:
         return len(dataloader)
     except (TypeError, NotImplementedError):
@@ -287,10 +287,10 @@ def sized_len(dataloader: Any) -> int | None:
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """Nested dicts, lists and tuples with each tensor of one element as a number.
+    """Convert tensors of one element to numbers, in nested dicts, lists and tuples.
 
     Raises:
-        ValueError: a tensor has more elements.
+        ValueError: if a tensor does not have exactly one element.
     """
     if isinstance(data, Tensor):
         if data.numel() != 1:
@@ -304,14 +304,14 @@ def convert_tensors_to_scalars(data: Any) -> Any:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Silence Paceline's warnings, or those that are shown for one module."""
+    """Silence all of Paceline's warnings, or only those shown for one module."""
     warnings.filterwarnings("ignore", module=module, category=messages.PacelineWarning)
 
 
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Whether a function has an argument, takes any (unless ``explicit``), or has at least ``min_args``."""
+    """Return True if a function has ``param``, ``*args`` (unless ``explicit``), or at least ``min_args`` parameters."""
     found = inspect.getfullargspec(inspect.unwrap(hook_fx))
     names = found.args[1:] if found.args[:1] == ["self"] else found.args
     takes_any = not explicit and found.varargs is not None

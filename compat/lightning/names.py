@@ -1,4 +1,4 @@
-"""Paceline's replacement for each name of ``lightning.pytorch`` and ``lightning.fabric``, module by module."""
+"""Paceline's replacement for each name in ``lightning.pytorch`` and ``lightning.fabric``, module by module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from ..finder import Package, Target, placeholder
 from .surface import SURFACE
 
-#: The version of Lightning whose names these are; programs see it as the installed one.
+#: The version of Lightning that has these names; programs see it as the installed version.
 VERSION = "2.6.1"
 
-#: Modules of Paceline, and the names of Lightning that they have.
+#: Paceline's modules, and the Lightning names that they define.
 _HOMES = {
     "callbacks.base": "Callback",
     "callbacks.checkpoint_retention": "Checkpoint",
@@ -36,7 +36,9 @@ _HOMES = {
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger rank_zero_experiment",
+    "loggers.comet": "CometLogger",
     "loggers.csv": "CSVLogger ExperimentWriter",
+    "loggers.mlflow": "MLFlowLogger",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
     "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
@@ -96,7 +98,7 @@ _HOMES = {
     ),
 }
 
-#: Names that Paceline calls something else.
+#: Lightning names that differ from Paceline's.
 _RENAMED = {
     "LightningArgumentParser": Target("cli.argument_parser", "ArgumentParser"),
     "LightningCLI": Target("cli.trainer_cli", "TrainerCLI"),
@@ -138,28 +140,26 @@ _RENAMED = {
 _NOT_HERE = {
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
-    "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger"
-    ),
-    "a Strategy sets up its precision itself": "DeepSpeedPrecision FSDPPrecision",
+    "choose one of the loggers in paceline.loggers": "LitLogger NeptuneLogger",
+    "a Strategy sets up its own precision": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
     "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
-    "a Strategy shards and averages; for collectives of your own use torch.distributed": (
+    "a Strategy shards and averages; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
         "is_shared_filesystem prepare_for_backward remove_module_hooks"
     ),
-    "the loop keeps the results of steps itself": (
+    "the loop stores step results itself": (
         "AbstractClosure ClosureResult ManualResult OutputResult RestartStage check_finite_loss"
     ),
     "TrainingModule and DataModule have its methods": "CheckpointHooks DataHooks ModelHooks",
-    "it is one of Lightning's demos": (
+    "it belongs to Lightning's demos": (
         "BoringDataModuleNoLen Dictionary LightningLSTM LightningTransformer MNIST MNISTDataModule Net "
         "PositionalEncoding SequenceSampler SimpleLSTM Transformer WikiText2 get_torchvision_model tokenize"
     ),
-    "use `paceline checkpoint convert`": (
+    "use `paceline checkpoint export`": (
         "convert_zero_checkpoint_to_fp32_state_dict ds_checkpoint_dir main migrate_checkpoint pl_legacy_patch"
     ),
     "use ModelSummary": (
@@ -168,16 +168,16 @@ _NOT_HERE = {
     ),
     "use DeviceStatsMonitor": "get_device_stats get_nvidia_gpu_stats",
     "use torch.profiler": "XLAProfiler",
-    "Paceline serves no models": "ServableModule ServableModuleValidator",
-    "Paceline downloads no models": "download_model_from_registry find_model_local_ckpt_path",
+    "Paceline does not serve models": "ServableModule ServableModuleValidator",
+    "Paceline does not download models": "download_model_from_registry find_model_local_ckpt_path",
     "use save_hyperparameters": (
         "CHECKPOINT_PAST_HPARAMS_KEYS clean_namespace collect_init_args convert parse_class_init_keys "
         "save_hparams_to_tags_csv update_hparams"
     ),
-    "seed_everything seeds the workers of loaders too": "max_seed_value min_seed_value pl_worker_init_function",
+    "seed_everything also seeds loader workers": "max_seed_value min_seed_value pl_worker_init_function",
     "precision='64-true' converts the module itself": "LightningDoublePrecisionModule",
     "AcceleratorRegistry is a dict": "call_register_accelerators",
-    "it has no meaning here": (
+    "it has no meaning in Paceline": (
         "BType CONVERSION_DTYPES CPU_DEVICE FRAMEWORK_NAME LEFTOVER_PARAMS_NAME LOCAL_FILE_URI_PREFIX LRSchedulerType "
         "LightningEnum MODULE_OPTIMIZERS ModuleType Steppable TBroadcast TModel TReduce T_destination Tqdm "
         "UntypedStorage comet_experiment convert_to_tensors"
@@ -191,7 +191,7 @@ _RANK_ZERO = (
     "rank_zero_info rank_zero_only rank_zero_warn"
 )
 _TYPES = _HOMES["utilities.types"]
-#: Names that programs import from these modules, beside the public ones.
+#: Names that programs import although they are not public, by module.
 _PRIVATE = {
     "pytorch.accelerators": "AcceleratorRegistry",
     "pytorch.accelerators.cuda": "num_cuda_devices",
@@ -227,7 +227,7 @@ def _table() -> dict[str, dict[str, Target]]:
     }
     for module, names in _PRIVATE.items():
         table.setdefault(f"lightning.{module}", {}).update({name: TARGETS[name] for name in names.split()})
-    # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
+    # The command line has its own scheduler types, because its plateau scheduler also stores the metric's name.
     table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
     for module in ("", ".csv_logs", ".tensorboard"):
         names = table[f"lightning.fabric.loggers{module}"]
@@ -236,7 +236,7 @@ def _table() -> dict[str, dict[str, Target]]:
     for module in ("", ".throughput"):
         names = table[f"lightning.fabric.utilities{module}"]
         names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
-    # What describes a module has the name of the callback that prints it.
+    # Here, ModelSummary is the description of a module, not the callback that prints it.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
         of_summaries["ModelSummary"] = Target("callbacks.model_summary", "Summary")
@@ -244,7 +244,7 @@ def _table() -> dict[str, dict[str, Target]]:
 
 
 def fallback(name: str) -> Any:
-    """The value of a name that no module's table has."""
+    """Return the value of a name that is in no module's table."""
     from . import private
 
     if name in UNSUPPORTED:
@@ -253,7 +253,7 @@ def fallback(name: str) -> Any:
 
 
 def change_behaviours() -> None:
-    """Let Paceline's classes behave as programs written for Lightning expect."""
+    """Make Paceline's classes behave as programs written for Lightning expect."""
     from . import behaviours
 
     behaviours.install()

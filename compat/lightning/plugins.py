@@ -1,6 +1,6 @@
-"""Methods and attributes that Lightning's strategies, precisions and accelerators have, for Paceline's own.
+"""Add the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
 
-They are names: each does what a method of Paceline does, or says what is the case.
+Each of them only calls a Paceline method or returns a fixed value.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ...strategies.precision.base import Precision, parameters
 from ...torch_private import unscales_in_its_step
 from ...trainer.trainer import Trainer
 
-#: The Trainer that made or got a strategy last.
+#: For each strategy, the last Trainer that created or received it.
 _trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
 
 
 def remember(trainer: Trainer) -> None:
-    """Let ``trainer.strategy.lightning_module`` and the like find what the Trainer has."""
+    """Record a strategy's Trainer, so that attributes such as ``strategy.lightning_module`` can read from it."""
     _trainers[trainer.strategy] = weakref.ref(trainer)
 
 
@@ -44,7 +44,7 @@ def _trainer(strategy: Strategy) -> Any:
 
 
 def _of_trainer(name: str, otherwise: Any = None) -> property:
-    """A property of a strategy that is its Trainer's."""
+    """Create a property for strategies that reads the attribute ``name`` of the strategy's Trainer."""
 
     def get(strategy: Strategy) -> Any:
         trainer = _trainer(strategy)
@@ -54,11 +54,11 @@ def _of_trainer(name: str, otherwise: Any = None) -> property:
 
 
 class StrategyNames(Strategy):
-    """What every strategy has; see :func:`install`."""
+    """Attributes and methods that :func:`install` adds to every strategy."""
 
-    #: Whether a checkpoint is loaded only when the module is on its device: never.
+    #: Whether a checkpoint is loaded only once the module is on its device; Paceline never waits for that.
     restore_checkpoint_after_setup = False
-    #: Whether a resume restores the optimizers: always.
+    #: Whether resuming restores the optimizers; in Paceline, it always does.
     lightning_restore_optimizer = True
     handles_gradient_accumulation = False
     lightning_module = _of_trainer("lightning_module")
@@ -68,7 +68,7 @@ class StrategyNames(Strategy):
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device."""
+        """The type of device."""
         return AcceleratorRegistry[self.device.type]()
 
     @property
@@ -82,34 +82,34 @@ class StrategyNames(Strategy):
         return len(self.parallel_devices)
 
     def setup_distributed(self) -> None:
-        """:meth:`setup_environment`."""
+        """Same as :meth:`setup_environment`."""
         self.setup_environment()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes, or any, say yes."""
+        """Return True if the decision is True on all processes, or on any if ``all`` is False."""
         return self.agree(decision, all)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called after an error: nothing to do."""
+        """Do nothing after an error."""
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """A batch on the device."""
+        """Move a batch to the device."""
         return move(batch, self.device if device is None else device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader as it is."""
+        """Return the loader unchanged."""
         return dataloader
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """:meth:`init_context`."""
+        """Same as :meth:`init_context`."""
         return self.init_context()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, on rank 0."""
+        """Write a checkpoint on rank 0."""
         if storage_options is not None and self.communicates_forward:
             raise TypeError(
-                f"{type(self).__name__}.save_checkpoint(storage_options=...): a strategy that holds models in parts "
-                "writes its checkpoints itself. Leave storage_options out."
+                f"{type(self).__name__}.save_checkpoint(storage_options=...) is not supported, because a strategy that "
+                "shards models writes its own checkpoints. Leave out storage_options."
             )
         if self.is_global_zero:
             self._io.save_checkpoint(checkpoint, filepath, storage_options)
@@ -119,7 +119,7 @@ class StrategyNames(Strategy):
         return self._io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, on rank 0."""
+        """Remove a checkpoint on rank 0."""
         if self.is_global_zero:
             self._io.remove_checkpoint(filepath)
 
@@ -128,75 +128,75 @@ class StrategyNames(Strategy):
         return self.checkpoint_io or TorchCheckpointIO()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of the module, whole."""
+        """Return the module's full state dict."""
         return self.model_state(_trainer(self).lightning_module)
 
 
 class PrecisionNames(Precision):
-    """What every precision has; see :func:`install`."""
+    """Methods that :func:`install` adds to every precision."""
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
-        """What it got: a strategy converts the model when it sets it up."""
+        """Return the arguments unchanged, because the strategy converts the model during setup."""
         return model, optimizers, lr_schedulers
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """The parameters of an optimizer."""
+        """Yield an optimizer's parameters."""
         yield from parameters(optimizer)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip the gradients of an optimizer; 0 does nothing."""
+        """Clip an optimizer's gradients. A ``clip_val`` of 0 does nothing."""
         if clip_val <= 0:
             return
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
-                f"precision={self.name!r} with {type(optimizer).__name__}(fused=True), which takes the loss scale out "
-                "inside of its step, where nothing can be clipped. Leave fused out, or use 'bf16-mixed'."
+                f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
+                "removes the loss scale only inside its step. Leave out fused, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each element."""
+        """Clip each gradient element."""
         torch.nn.utils.clip_grad_value_(parameters(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the norm of all gradients together."""
+        """Clip the total norm of all gradients."""
         torch.nn.utils.clip_grad_norm_(parameters(optimizer), clip_val)
 
     def train_step_context(self) -> AbstractContextManager[Any]:
-        """The context of the forward."""
+        """Return the context manager for a forward pass."""
         return self.forward_context()
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 
     def teardown(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class AcceleratorNames(Accelerator):
-    """What every accelerator has; see :func:`install`."""
+    """Methods that :func:`install` adds to every accelerator."""
 
     def get_device_stats(self, device: Any) -> dict[str, float]:
-        """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
+        """Return statistics about a device, as ``DeviceStatsMonitor`` logs them."""
         return cpu_stats() if self.name == "cpu" else device_stats(torch.device(device))
 
     def setup_device(self, device: torch.device) -> None:
-        """Nothing to do: a Strategy sets up its device."""
+        """Do nothing, because a Strategy sets up its own device."""
 
 
 class XLAAccelerator(Accelerator):
-    """Lightning's accelerator for TPUs, none of which Paceline drives."""
+    """Lightning's accelerator for TPUs, which Paceline does not support."""
 
     name = "tpu"
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """There are none."""
+        """Return 0, because TPUs are not supported."""
         return 0
 
 
 def install() -> None:
-    """Give Paceline's classes the names that they lack."""
+    """Add the attributes and methods that Paceline's classes lack."""
     for names in (StrategyNames, PrecisionNames, AcceleratorNames):
         owner = names.__base__
         for name, value in vars(names).items():
@@ -205,9 +205,9 @@ def install() -> None:
     AcceleratorRegistry["tpu"] = XLAAccelerator
 
 
-# ---- arguments of strategies -----------------------------------------------------------------------------------------
+# ---- strategy arguments ----------------------------------------------------------------------------------------------
 
-#: Lightning's names of FSDP's arguments, and those of FSDPSettings.
+#: Lightning's names of FSDP arguments, and the corresponding names in FSDPSettings.
 _FSDP = {
     "mixed_precision": "mixed_precision_policy",
     "auto_wrap_policy": "auto_wrap_policy",
@@ -224,10 +224,10 @@ _FSDP = {
 
 
 def take_arguments(strategy: Any) -> None:
-    """Let a strategy's constructor take Lightning's arguments that it does not have.
+    """Make a strategy's constructor accept Lightning's additional arguments.
 
-    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` are parts of it; ``accelerator`` and
-    ``parallel_devices`` say what the Trainer's arguments say.
+    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` become the strategy's own; ``accelerator`` and
+    ``parallel_devices`` duplicate the Trainer's arguments.
     """
     init = strategy.__init__
     shards = "fsdp" in strategy.names
@@ -257,7 +257,7 @@ def take_arguments(strategy: Any) -> None:
 
 
 def _translate_fsdp(arguments: dict[str, Any]) -> None:
-    """Replace arguments of FSDP 1 by those of FSDP2."""
+    """Replace FSDP 1 arguments with the FSDP2 ones."""
     asked = {own: arguments.pop(name) for name, own in _FSDP.items() if name in arguments}
     recomputed = arguments.pop("activation_checkpointing_policy", arguments.get("activation_checkpointing"))
     if recomputed is not None:
@@ -277,7 +277,7 @@ def _translate_fsdp(arguments: dict[str, Any]) -> None:
 
 
 def _show_fsdp(strategy: Any, given: dict[str, Any]) -> None:
-    """Let programs read what they gave."""
+    """Store the given arguments in the attributes that programs read."""
     offload = given.get("cpu_offload") or False
     strategy.cpu_offload = CPUOffload(offload_params=offload) if isinstance(offload, bool) else offload
     strategy.mixed_precision_config = given.get("mixed_precision")
@@ -290,7 +290,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """The signature with types instead of their names, for command lines; a mesh may be given as its sizes."""
+    """Return a signature with types instead of their names, for command lines. A mesh may also be two sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

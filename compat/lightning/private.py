@@ -1,4 +1,4 @@
-"""Names that are not part of Lightning's interface but that programs use anyway."""
+"""Names that are not part of Lightning's public interface but that programs use anyway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AVAILABLE = re.compile(r"(_[A-Z0-9_]+)_AVAILABLE")
 
 
 def find(name: str) -> Any:
-    """The value of such a name; UNKNOWN for a public name that does not exist."""
+    """Return the value of a private name, or UNKNOWN for a public name that does not exist."""
     if name in _VALUES:
         return _VALUES[name]
     if flag := _FLAG.fullmatch(name):
@@ -36,7 +36,7 @@ def find(name: str) -> Any:
         package = _PACKAGES.get(available[1], available[1].strip("_").lower())
         return importlib.util.find_spec(package) is not None
     if name.startswith("_"):
-        return placeholder(name, "is a private part of Lightning, which Paceline does not have")
+        return placeholder(name, "is private to Lightning, and Paceline does not have it")
     return UNKNOWN
 
 
@@ -56,7 +56,7 @@ def _compare(package: str, comparison: str, wanted: str) -> bool:
 
 
 def find_free_network_port() -> int:
-    """A port of this machine that is currently free."""
+    """Return a port that is currently free on this machine."""
     with socket.socket() as one:
         one.bind(("", 0))
         return one.getsockname()[1]

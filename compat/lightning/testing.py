@@ -1,4 +1,4 @@
-"""What test suites written for Lightning use: reasons to skip a test, and mocks of callbacks."""
+"""Helpers for test suites written for Lightning: reasons to skip a test, and mock callbacks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from packaging.version import Version
 
 from ...callbacks.base import OTHER_METHODS, Callback
+from ...loggers.base import Logger
 
-#: Arguments that ask for a package.
+#: Arguments that require a package.
 _PACKAGES = {
     "deepspeed": "deepspeed",
     "omegaconf": "omegaconf",
@@ -24,12 +25,28 @@ _PACKAGES = {
     "tensorrt": "torch_tensorrt",
 }
 
-#: Attributes of a Callback that Lightning's does not have.
+#: Callback attributes that Lightning does not have.
 _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last", "skips_together")
 
 
+def is_logger(value: Any) -> bool:
+    """Return True if a Trainer can log to an object: a Logger, or a mock.
+
+    A mock gets the attributes that only Paceline's loggers have.
+    """
+    mock = sys.modules.get("unittest.mock")
+    if isinstance(value, Logger) or mock is None or not isinstance(value, mock.NonCallableMock):
+        return isinstance(value, Logger)
+    value.log_record = lambda values, step=None, **options: value.log_metrics(values, step=step)
+    value.run_dirs = value.state_dict = dict
+    value.records_dir = None
+    value.recognizes = lambda state: False
+    value.log_dir = value.root_dir = None
+    return True
+
+
 def complete_mocks(callbacks: list[Any]) -> None:
-    """Give every ``Mock(spec=Callback)`` what Paceline asks of a callback and Lightning does not."""
+    """Add to every ``Mock(spec=Callback)`` the attributes that Paceline needs but Lightning does not have."""
     mock = sys.modules.get("unittest.mock")
     if mock is None:
         return
@@ -60,21 +77,21 @@ def runif_reasons(
     dynamo: bool = False,
     **packages: bool,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Return why a test cannot run here, and the marks that it gets.
+    """Return the reasons why a test cannot run here, and the marks to give it.
 
     Args:
-        min_cuda_gpus: at least this many GPUs.
-        min_torch: this version or a later one.
-        max_torch: a version before this one.
-        min_python: this version or a later one.
-        bf16_cuda: a GPU that computes in bfloat16.
-        tpu: a TPU, which is never available.
-        mps: True: an Apple GPU; False: no Apple GPU.
-        skip_windows: not Windows.
-        linux_only: Linux.
-        standalone: the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
-        dynamo: ``torch.compile``.
-        **packages: True for each package that must be installed.
+        min_cuda_gpus: require at least this many GPUs.
+        min_torch: require this torch version or a later one.
+        max_torch: require a torch version before this one.
+        min_python: require this Python version or a later one.
+        bf16_cuda: require a GPU that supports bfloat16.
+        tpu: require a TPU, which is never available.
+        mps: require an Apple GPU if True, and a machine without one if False.
+        skip_windows: skip the test on Windows.
+        linux_only: require Linux.
+        standalone: require ``PL_RUN_STANDALONE_TESTS=1`` in the environment.
+        dynamo: require ``torch.compile``.
+        **packages: require each package whose value is True.
     """
     reasons: list[str] = []
     marks: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""What Lightning tells a program beyond what Paceline says: warnings about loaders, and objects as text."""
+"""Messages that Lightning shows but Paceline does not: warnings about loaders, and a description of a DataModule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...data.loaders import leaves_of
 from ...trainer.data_source import HOOK
 from ...utilities.data import advise_about_length, suggested_max_num_workers
 
-#: The loaders of a DataModule as its text names them.
+#: The hooks that create a DataModule's loaders, under the names that the description uses.
 _LOADERS = {
     "Train": "train_dataloader",
     "Validation": "val_dataloader",
@@ -27,7 +27,7 @@ _LOADERS = {
 
 
 def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an entry point give warnings again that an earlier one has given."""
+    """Wrap an entry point so that it shows warnings again that an earlier call has already shown."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         messages.forget()
@@ -37,7 +37,7 @@ def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``DataSource.train`` with advice about a loader that it makes."""
+    """``DataSource.train``, plus advice about the loader that it creates."""
 
     def train(source: Any) -> Any:
         is_new = source.train_loader is None
@@ -73,8 +73,8 @@ def _advise(trainer: Any, loaders: Iterable[Any], name: str) -> None:
 def _advise_interval(trainer: Any, batches: int | float) -> None:
     if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
         messages.warn(
-            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower it to "
-            "log the values of steps in each epoch."
+            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower "
+            "log_every_n_steps to log step values in every epoch."
         )
 
 
@@ -83,22 +83,24 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     most = suggested_max_num_workers(trainer.num_devices)
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if workers and method == "spawn" and not loader.persistent_workers:
-        messages.warn(f"{name} spawns its workers for every epoch. DataLoader(persistent_workers=True) keeps them.")
+        messages.warn(
+            f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
+        )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
-            f"{name} has {workers} workers, so loading may be slower than training. Raise num_workers of its "
-            f"DataLoader, up to {most} on this machine."
+            f"{name} has {workers} workers, so loading may be slower than training. Raise its DataLoader's "
+            f"num_workers, up to {most} on this machine."
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(
             f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated every "
-            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave one of "
-            "these out."
+            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out one "
+            "of these arguments."
         )
 
 
 def datamodule_text(datamodule: DataModule) -> str:
-    """A DataModule as text: the sizes of its loaders' data sets."""
+    """Describe a DataModule as text: the sizes of its loaders' datasets."""
     return os.linesep.join(f"{{{word} dataloader: {_sizes(datamodule, hook)}}}" for word, hook in _LOADERS.items())
 
 
@@ -106,7 +108,7 @@ def _sizes(datamodule: DataModule, hook: str) -> str:
     method = overridden(datamodule, hook, DataModule)
     try:
         loaders = None if method is None else method()
-    except Exception:  # the data sets are made in setup
+    except Exception:  # the datasets are created in setup
         loaders = None
     if loaders is None:
         return "None"

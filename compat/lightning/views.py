@@ -1,7 +1,7 @@
-"""Views of a run under the names of Lightning's private parts, as far as libraries read them.
+"""Views of a run, under the names of the private parts of Lightning that libraries read.
 
-The first read of each name is logged at debug level, with what to read instead. What has no meaning in Paceline is an
-AttributeError that names what has.
+The first time a name is read, a debug message says what to read instead. Reading a name that has no meaning in Paceline
+raises an AttributeError, which also says what to use.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...strategies.sync_batch_norm import TorchSyncBatchNorm
 from ...trainer.plugins import sort_plugins
 from ...trainer.trainer import Trainer
 
-#: How a name is read, and what Paceline calls it.
+#: A function that reads a name's value, and Paceline's own name for that value.
 Read = tuple[Callable[[Any], Any], str]
 
 
 class View:
-    """What a part of Lightning's Trainer shows, read from Paceline's.
+    """One part of Lightning's Trainer, with values read from Paceline's.
 
     Attributes:
-        place: the part, as programs write it.
-        instead: where to find what has no name here.
-        reads: the names.
-        writes: those that may be set, and the Trainer's attribute that is set.
+        place: the part, as written in programs.
+        instead: advice for names that this part does not have.
+        reads: the names that can be read.
+        writes: the names that can be set, and the Trainer attribute that each one sets.
     """
 
     place: ClassVar[str]
@@ -54,7 +54,9 @@ class View:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.writes:
-            raise AttributeError(f"{self.place}.{name} cannot be set: it only shows what a run does. {self.instead}")
+            raise AttributeError(
+                f"{self.place}.{name} cannot be set, because it only shows what a run does. {self.instead}"
+            )
         setattr(vars(self)["trainer"], self.writes[name], value)
 
     def __dir__(self) -> list[str]:
@@ -65,7 +67,7 @@ class View:
 
 
 class Progress:
-    """How often something was begun and finished, now and over all."""
+    """How often something was started and finished, in this run and in total."""
 
     def __init__(self, begun: int, finished: int, processed: int | None = None) -> None:
         self.ready = self.started = begun
@@ -74,12 +76,12 @@ class Progress:
 
     @property
     def current(self) -> Progress:
-        """In this run."""
+        """The counts in this run."""
         return self
 
     @property
     def total(self) -> Progress:
-        """In all runs: the same, because a resumed run continues its counters."""
+        """The counts in all runs, which are the same because a resumed run continues its counters."""
         return self
 
     def __repr__(self) -> str:
@@ -110,7 +112,7 @@ def _steps(trainer: Trainer) -> Progress:
 
 
 def _validates_now(trainer: Trainer) -> Callable[..., bool]:
-    """Whether a validation follows the current batch."""
+    """Return a function that returns True if validation follows the current batch."""
 
     def due(*_: Any) -> bool:
         fit = trainer.current_run.fit
@@ -131,7 +133,7 @@ class Optimization(View):
     """``epoch_loop.automatic_optimization`` and ``.manual_optimization``."""
 
     place = "trainer.fit_loop.epoch_loop.manual_optimization"
-    instead = "Steps are counted in trainer.global_step; optimizer_step and the hooks around it see each of them."
+    instead = "trainer.global_step counts the steps, and each step calls optimizer_step and the hooks around it."
     reads: ClassVar[Mapping[str, Read]] = {
         "optim_step_progress": (_steps, "trainer.global_step"),
         "optim_progress": (_steps, "trainer.global_step"),
@@ -142,7 +144,7 @@ class EpochLoop(View):
     """``fit_loop.epoch_loop``."""
 
     place = "trainer.fit_loop.epoch_loop"
-    instead = "What an epoch does: the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state."
+    instead = "Use the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state instead."
     writes: ClassVar[Mapping[str, str]] = {"max_steps": "max_steps", "min_steps": "min_steps"}
     reads: ClassVar[Mapping[str, Read]] = {
         "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
@@ -168,7 +170,7 @@ class FitLoop(View):
     """``trainer.fit_loop``."""
 
     place = "trainer.fit_loop"
-    instead = "What a fit does: trainer.state, trainer.current_run, and the hooks of a Callback."
+    instead = "Use trainer.state, trainer.current_run and a Callback's hooks instead."
     writes: ClassVar[Mapping[str, str]] = {name: name for name in _LIMITS}
     reads: ClassVar[Mapping[str, Read]] = {
         **_LIMITS,
@@ -185,10 +187,10 @@ class FitLoop(View):
 
 
 class ValidationLoop(View):
-    """``trainer.validate_loop``, and that of a fit."""
+    """``trainer.validate_loop``, and the validation loop of a fit."""
 
     place = "trainer.validate_loop"
-    instead = "What a validation does: trainer.num_val_batches, trainer.callback_metrics, on_validation_batch_end."
+    instead = "Use trainer.num_val_batches, trainer.callback_metrics and on_validation_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
         "max_batches": (lambda trainer: trainer.num_val_batches, "trainer.num_val_batches"),
         "_max_batches": (lambda trainer: trainer.num_val_batches, "trainer.num_val_batches"),
@@ -202,7 +204,7 @@ class TestLoop(View):
     """``trainer.test_loop``."""
 
     place = "trainer.test_loop"
-    instead = "What a test does: trainer.num_test_batches, trainer.callback_metrics, on_test_batch_end."
+    instead = "Use trainer.num_test_batches, trainer.callback_metrics and on_test_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
         "max_batches": (lambda trainer: trainer.num_test_batches, "trainer.num_test_batches"),
         "_combined_loader": (lambda trainer: trainer.test_dataloaders, "trainer.test_dataloaders"),
@@ -213,7 +215,7 @@ class PredictLoop(View):
     """``trainer.predict_loop``."""
 
     place = "trainer.predict_loop"
-    instead = "What a prediction does: trainer.predictions, trainer.predict_batch_indices, on_predict_batch_end."
+    instead = "Use trainer.predictions, trainer.predict_batch_indices and on_predict_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
         "predictions": (lambda trainer: trainer.predictions, "trainer.predictions"),
         "epoch_batch_indices": (lambda trainer: trainer.predict_batch_indices, "trainer.predict_batch_indices"),
@@ -227,7 +229,7 @@ class DataConnector(View):
     """``trainer._data_connector``."""
 
     place = "trainer._data_connector"
-    instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; trainer.datamodule is the last."
+    instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; read trainer.datamodule."
     reads: ClassVar[Mapping[str, Read]] = {}
 
 
@@ -235,7 +237,7 @@ class CheckpointConnector(View):
     """``trainer._checkpoint_connector``."""
 
     place = "trainer._checkpoint_connector"
-    instead = "Use trainer.save_checkpoint(path), and ckpt_path= of fit, validate, test or predict."
+    instead = "Use trainer.save_checkpoint(path), or pass ckpt_path= to fit, validate, test or predict."
     reads: ClassVar[Mapping[str, Read]] = {
         "dump_checkpoint": (
             lambda trainer: lambda weights_only=False: trainer.saver.gathered(bool(weights_only))[0],
@@ -249,7 +251,7 @@ class LoggerConnector(View):
     """``trainer._logger_connector``."""
 
     place = "trainer._logger_connector"
-    instead = "Values are in trainer.callback_metrics, logged_metrics and progress_bar_metrics."
+    instead = "Read values from trainer.callback_metrics, logged_metrics or progress_bar_metrics."
     reads: ClassVar[Mapping[str, Read]] = {
         name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_metrics")
@@ -260,17 +262,17 @@ class CallbackConnector(View):
     """``trainer._callback_connector``."""
 
     place = "trainer._callback_connector"
-    instead = "Callbacks are in trainer.callbacks, in the order in which they are called."
+    instead = "trainer.callbacks lists the callbacks in the order in which they are called."
     reads: ClassVar[Mapping[str, Read]] = {}
 
 
 class AcceleratorConnector:
-    """What would be chosen for some arguments of a Trainer, or was chosen for one: ``trainer._accelerator_connector``.
+    """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
-    Arguments are the Trainer's.
+    The arguments are those of the Trainer.
 
     Attributes:
-        strategy: the Strategy.
+        strategy: the chosen Strategy.
     """
 
     def __init__(
@@ -296,7 +298,7 @@ class AcceleratorConnector:
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
-        """What was chosen for a Trainer."""
+        """Return the connector of an existing Trainer."""
         messages.debug_once(
             "trainer._accelerator_connector is private to Lightning. Read trainer.strategy, trainer.accelerator, "
             "trainer.device_ids and trainer.precision_plugin instead."
@@ -315,17 +317,17 @@ class AcceleratorConnector:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device."""
+        """The type of device."""
         return AcceleratorRegistry[self._accelerator_flag]()
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Precision."""
+        """The strategy's Precision."""
         return self.strategy.precision
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
-        """How a process knows its rank."""
+        """The ClusterEnvironment, which tells each process its rank."""
         return getattr(self.strategy, "cluster_environment", None) or LocalEnvironment()
 
     @property
@@ -335,7 +337,7 @@ class AcceleratorConnector:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether processes are joined in a group, even if it is one."""
+        """Whether the strategy uses a process group, even with a single process."""
         return hasattr(self.strategy, "process_group_backend")
 
     @property
@@ -364,7 +366,7 @@ class AcceleratorConnector:
         return self.strategy
 
 
-#: Attributes of a Trainer, and what they show.
+#: Attributes to add to Trainers, and the views that they return.
 VIEWS: dict[str, Callable[[Trainer], Any]] = {
     "fit_loop": FitLoop,
     "validate_loop": ValidationLoop,
@@ -379,6 +381,6 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
 
 
 def install() -> None:
-    """Give Trainers these attributes."""
+    """Add the attributes in ``VIEWS`` to Trainers."""
     for name, view in VIEWS.items():
         setattr(Trainer, name, property(view))

@@ -1,1 +1,1 @@
-"""A folder for each replaced package, with modules of its names, for the processes that a program starts."""
+"""A folder for each replaced package, with modules of the same names, for Python processes that a program starts."""

@@ -15,20 +15,21 @@ OLDEST = (0, 19)
 
 
 def require_deepspeed(stage: int) -> None:
-    """Raise if DeepSpeed is missing or too old; the error names a strategy that can replace this stage."""
+    """Raise if DeepSpeed is missing or too old; the error names a strategy that can replace this ZeRO stage."""
     if importlib.util.find_spec("deepspeed") is None:
         instead = (
             "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"
         )
         raise ModuleNotFoundError(
-            f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
-            f"Without it, use strategy={instead}.",
+            "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run `pip install "
+            f"'deepspeed>=0.19'`, or use strategy={instead}.",
             name="deepspeed",
         )
     found = version("deepspeed")
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise RuntimeError(
-            f"DeepSpeedStrategy needs deepspeed 0.19 or newer, but {found} is installed: pip install 'deepspeed>=0.19'."
+            f"DeepSpeedStrategy needs deepspeed 0.19 or newer, but {found} is installed. Run `pip install "
+            "'deepspeed>=0.19'`."
         )
 
 
@@ -36,7 +37,7 @@ def use_device(kind: str) -> None:
     """Import DeepSpeed for this kind of device.
 
     Raises:
-        RuntimeError: it was already imported for another kind.
+        RuntimeError: DeepSpeed was already imported for another kind.
     """
     os.environ["DS_ACCELERATOR"] = kind
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
@@ -59,7 +60,7 @@ def _no_overflow(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet(level: int) -> Iterator[None]:
-    """Context in which DeepSpeed logs nothing below ``level``."""
+    """Context manager that hides DeepSpeed's log messages below ``level``."""
     logger = logging.getLogger("DeepSpeed")
     before = logger.level
     logger.setLevel(level)

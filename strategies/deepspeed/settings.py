@@ -15,7 +15,7 @@ from ...settings import fill
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The names of DeepSpeedStrategy.
+#: The names that select DeepSpeedStrategy.
 DeepSpeedName = Literal[
     "deepspeed",
     "deepspeed_stage_1",
@@ -25,7 +25,7 @@ DeepSpeedName = Literal[
     "deepspeed_stage_3_offload",
 ]
 
-#: The setting that can provide each field.
+#: The setting that each field can be filled from.
 _FROM = {
     "hf_ds_config": "deepspeed_config_file",
     "gradient_clipping": "gradient_clipping",
@@ -49,7 +49,10 @@ _UNSUPPORTED = (
 
 @dataclass
 class DeepSpeedSettings:
-    """The settings of ZeRO, documented in ``DeepSpeedPlugin``. None means not set."""
+    """The settings of ZeRO, documented in ``DeepSpeedPlugin``.
+
+    A field that is None is not set.
+    """
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -67,41 +70,43 @@ class DeepSpeedSettings:
     msamp_opt_level: str | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields are filled from the settings."""
+        """Return a copy with unset fields filled from the settings."""
         return fill(self, settings, _FROM)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, read from its file if it is a path, without ``"auto"`` values."""
+        """The configuration without its ``"auto"`` values; it is read from a file if it is a path."""
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """``gradient_accumulation_steps`` or ``gradient_clipping``, from the configuration if set, else from the field.
+        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``.
+
+        The value is the configuration's if it is set there, otherwise the field's.
 
         Raises:
-            ValueError: the two differ.
+            ValueError: the configuration and the field differ.
         """
         field, config = getattr(self, name), self.deepspeed_config.get(name)
         if None not in (field, config) and field != config:
             raise ValueError(
-                f"{type(self).__name__}({name}={field!r}) contradicts its configuration, which has {config!r}. "
-                "Leave one out."
+                f"{type(self).__name__}({name}={field!r}) contradicts the DeepSpeed configuration, which has "
+                f"{config!r}. Leave one out."
             )
         return field if config is None else config
 
     def options(self) -> dict[str, Any]:
-        """The arguments for DeepSpeedStrategy.
+        """Return the arguments for DeepSpeedStrategy.
 
         Raises:
             NotImplementedError: Paceline does not support a field.
-            ValueError: an unknown device.
+            ValueError: a device is unknown.
         """
         for name in _UNSUPPORTED:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can only "
-                    "clip, scale and save tensors in memory, with 16 or 32 bits, without mixtures of experts. "
-                    "Leave it out."
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can clip, "
+                    "scale and save only 16-bit and 32-bit tensors that are held in memory, and does not support "
+                    f"mixture-of-experts models. Leave {name} out."
                 )
         if not self.is_train_batch_min or self.zero3_init_flag:
             named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
@@ -119,8 +124,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline can only clip, scale and save tensors in "
-                    "memory. Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors that "
+                    "are held in memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -129,17 +134,17 @@ class DeepSpeedSettings:
 
 # ---- the configuration ---------------------------------------------------------------------------------------------
 
-#: Keys that a configuration must not contain, with the reason: the run decides them.
+#: Keys that a configuration must not contain because the run decides them, each with the reason.
 DECIDED = {
-    "optimizer": "configure_optimizers makes the optimizer",
-    "scheduler": "configure_optimizers makes the scheduler",
-    "amp": "Trainer(precision=...) decides precision",
-    "torch_autocast": "Trainer(precision=...) decides precision ('bf16-mixed' and '16-mixed' are autocast)",
+    "optimizer": "configure_optimizers creates the optimizer",
+    "scheduler": "configure_optimizers creates the scheduler",
+    "amp": "Trainer(precision=...) decides the precision",
+    "torch_autocast": "Trainer(precision=...) decides the precision ('bf16-mixed' and '16-mixed' use autocast)",
 }
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The configuration as a dict, without ``"auto"`` values, because the run decides them.
+    """Return the configuration as a dict without its ``"auto"`` values, because the run decides those.
 
     Raises:
         ValueError: the file does not exist or is not JSON, or it contains a key that the run decides.
@@ -162,19 +167,21 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
-                f"{name} sets the device of {key} to 'nvme', but Paceline can only clip, scale and save tensors in "
-                'memory. Use "device": "cpu".'
+                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors that "
+                'are held in memory. Use "device": "cpu".'
             )
     return found
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r}: no such file in {Path.cwd()}.")
+        raise ValueError(
+            f"DeepSpeedStrategy: config={str(path)!r} does not exist in {Path.cwd()}. Pass the path of a JSON file."
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} is not JSON: {error}.") from None
+        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, not a JSON object.")
     return found
@@ -198,15 +205,15 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) -> int:
-    """The stage to use: the configuration's, or else the argument.
+    """Return the ZeRO stage to use: the configuration's, or else the argument.
 
     Raises:
-        ValueError: it is not 1, 2 or 3, or it does not support another setting.
+        ValueError: the stage is not 1, 2 or 3, or it does not support another setting.
     """
     zero = config.get("zero_optimization", {})
     chosen = zero.get("stage", stage)
     if isinstance(chosen, bool) or chosen not in (1, 2, 3):
-        hint = " Stage 0 is strategy='ddp'." if chosen == 0 else ""
+        hint = " For stage 0, use strategy='ddp'." if chosen == 0 else ""
         raise ValueError(f"DeepSpeedStrategy has no ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
     if chosen != 3 and (offload_parameters or zero.get("offload_param")):
         raise ValueError(
@@ -216,7 +223,8 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
     if chosen == 1 and zero.get("overlap_comm"):
         raise ValueError(
             "The DeepSpeed configuration sets overlap_comm for stage 1, where an accumulation window that ends early "
-            "has nothing to overlap with. Leave it out, or use stage 2, which reduces gradients during backward."
+            "has nothing to overlap with. Leave overlap_comm out, or use stage 2, which reduces gradients during "
+            "backward."
         )
     return chosen
 
@@ -224,7 +232,7 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
 def full_config(
     config: Mapping[str, Any], stage: int, precision: str, offload_optimizer: bool, offload_parameters: bool
 ) -> dict[str, Any]:
-    """The configuration for DeepSpeed: defaults from the arguments and the precision, overridden by the user's values.
+    """Return DeepSpeed's configuration: defaults from the arguments and the precision, then the user's values.
 
     With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the results
     match other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep
@@ -248,7 +256,7 @@ def full_config(
     merged.pop("train_batch_size", None)
     zero = merged["zero_optimization"]
     if stage < 3 and precision != "16-true" and not offloads(merged):
-        # DeepSpeed detects overflows by the norm; without loss scaling, the user must see a bad gradient.
+        # DeepSpeed detects overflows from the norm; without loss scaling, the user must see a bad gradient.
         zero.setdefault("compute_grad_norm", precision == "16-mixed")
     return merged | {
         "train_micro_batch_size_per_gpu": 1,
@@ -258,7 +266,7 @@ def full_config(
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's state is on the host."""
+    """Return True if the optimizer's state is kept on the host."""
     asked = config["zero_optimization"].get("offload_optimizer") or {}
     return asked.get("device", "none") not in (None, "none")
 
@@ -267,14 +275,17 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate: Any, clip: Any) -> None:
-    """Raise if the user's configuration contradicts the run's precision, accumulation (None: unknown) or clipping."""
+    """Raise if the user's configuration contradicts the run's precision, accumulation or clipping.
+
+    ``accumulate`` is None if it is not known.
+    """
     for key, mine in (("bf16", "bf16-true"), ("fp16", "16-true")):
         enabled = config.get(key, {}).get("enabled")
         if enabled is not None and bool(enabled) != (precision == mine):
             raise ValueError(
                 f"The DeepSpeed configuration says {key}.enabled={enabled!r}, but the precision is {precision!r}. "
                 f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: use "
-                f"Trainer(precision={mine!r}) for it, or leave {key!r} out of the configuration."
+                f"Trainer(precision={mine!r}) for this mode, or leave {key!r} out of the configuration."
             )
     asked = config.get("gradient_accumulation_steps")
     if asked is not None and accumulate is not None and asked != accumulate:
@@ -285,7 +296,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
 
 
 def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_size: int, accumulate: int) -> None:
-    """Raise if a configuration's batch size differs from the loader's."""
+    """Raise if the configuration's batch size differs from the loader's."""
     if micro is None:
         return
     whole = micro * world_size * accumulate
@@ -300,6 +311,6 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
-        f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
-        f'leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
+        f"The DeepSpeed configuration says {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
+        f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

@@ -1,4 +1,4 @@
-"""ZeRO: DeepSpeed's engine shards optimizer state, gradients and weights over the processes."""
+"""ZeRO: DeepSpeed's engine shards optimizer state, gradients and weights across processes."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ T = TypeVar("T")
 #: Optimizers that combine several elements, or create their state before ZeRO partitions the parameters.
 WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: The state of DeepSpeed's loss scaler.
+#: The attributes with the state of DeepSpeed's loss scaler.
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedStrategy(DistributedStrategy):
     """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) through the DeepSpeed package.
 
-    Stage 1 shards the optimizer's state over the processes, stage 2 also the gradients, stage 3 also the weights. There
-    is one optimizer. It steps flat float32 slices of the weights, so it must update each element independently (SGD,
-    Adam and AdamW do). After backward the gradients are in those slices, not in ``parameter.grad``: read one with
-    ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the loss does not depend on has a zero gradient,
-    so weight decay still shrinks it.
+    Stage 1 shards the optimizer's state across processes, stage 2 also shards the gradients, and stage 3 also shards
+    the weights. There can only be one optimizer. It updates flat float32 slices of the weights, so it must treat each
+    element independently (as SGD, Adam and AdamW do). After backward, the gradients are in those slices, not in
+    ``parameter.grad``; to read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the
+    loss does not depend on has a zero gradient, so weight decay still shrinks it.
 
-    ``"bf16-mixed"`` and ``"16-mixed"`` are autocast with float32 weights, as under any strategy. ``"bf16-true"`` and
+    ``"bf16-mixed"`` and ``"16-mixed"`` use autocast with float32 weights, as with any strategy. ``"bf16-true"`` and
     ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the sharded
-    optimizer (and in its state in checkpoints), and for fp16 DeepSpeed's own loss scale.
+    optimizer (and in its state in checkpoints), and DeepSpeed's own loss scale for fp16.
 
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
-        offload_optimizer: keep the optimizer's state on the host, and step it there.
+        offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
         offload_parameters: keep weights on the host while they are not in use (stage 3).
-        config: a DeepSpeed configuration, a dict or the path of a JSON file. Its values replace these arguments; it
+        config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
             must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
 
@@ -98,7 +98,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().setup_environment()
         if self.precision.name not in PRECISIONS:
             raise ValueError(
-                f"DeepSpeed has no precision {self.precision.name!r}. Choose {messages.names(PRECISIONS, last='or')}."
+                f"DeepSpeed does not support precision={self.precision.name!r}. Choose "
+                f"{messages.names(PRECISIONS, last='or')}."
             )
         use_device(self.device.type)
         if self.precision.name == "16-true" and not import_module("deepspeed").get_accelerator().is_fp16_supported():
@@ -116,7 +117,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """With stage 3, layers created in ``configure_model`` are partitioned immediately."""
+        """Context manager that, with stage 3, partitions each layer of ``configure_model`` as soon as it is created."""
         if self.stage < 3 or not dist.is_initialized():
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
@@ -127,11 +128,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Return the module itself: the engine needs the optimizer, so it is created later."""
+        """Return the module itself, because the engine is created later: it needs the optimizer."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
-                f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it has "
-                "one backward pass and one optimizer. Use strategy='fsdp' or 'ddp', or automatic optimization."
+                f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it "
+                "only supports one backward pass and one optimizer. Use strategy='fsdp' or 'ddp', or automatic "
+                "optimization."
             )
         trainer = getattr(module, "_trainer", None)
         accumulate = getattr(trainer, "accumulate_grad_batches", None)
@@ -152,8 +154,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
-                f"DeepSpeed's engine has one optimizer, but there are {len(optimizers)}. Use one optimizer with "
-                "several parameter groups, or strategy='fsdp' or 'ddp'."
+                f"DeepSpeed's engine only supports one optimizer, but there are {len(optimizers)}. Use one optimizer "
+                "with several parameter groups, or strategy='fsdp' or 'ddp'."
             )
         if not optimizers:
             return optimizers
@@ -166,7 +168,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not self._groups:
             raise ValueError(
                 f"No parameter of {type(optimizer).__name__} requires gradients, so DeepSpeed has nothing to train. "
-                "Unfreeze some, or use strategy='ddp'."
+                "Unfreeze some parameters, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
         self._pieces = zero_partitions.pieces(self._engine.optimizer)
@@ -184,7 +186,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine = made[0]
 
     def _drop_engine(self) -> None:
-        """Remove the hooks of the previous run from the module."""
+        """Remove the previous run's hooks from the module."""
         if self._engine is not None:
             self._engine.destroy()
         self._engine, self._pieces, self._groups, self._overflow = None, {}, [], None
@@ -242,7 +244,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def _loss_scale(self) -> float:
-        """The factor by which DeepSpeed's own fp16 mode scales the gradients."""
+        """Return the factor by which DeepSpeed's own fp16 mode scales the gradients."""
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
@@ -251,7 +253,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
-        precision: Any = self.precision  # it is the precision with a scaler
+        precision: Any = self.precision  # this precision has a scaler
         grads, found = zero_partitions.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
         sharded_tensors.multiply(grads, precision.inverse_scale())
         for grad in grads:
@@ -260,7 +262,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._overflow = found.clamp(max=1.0)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm over all gradients of the engine; ``parameters`` is ignored."""
+        """Clip the norm of all the engine's gradients; ``parameters`` is ignored."""
         grads = zero_partitions.gradients(self._engine.optimizer)
         local = torch.nn.utils.get_total_norm(grads, norm_type).to(self.device)
         if norm_type == float("inf"):
@@ -296,8 +298,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed skipped a step because the gradient norm was not finite; the step is not counted. "
-                "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+                "DeepSpeed skipped a step, which is not counted, because the gradient norm was not finite. Find the "
+                "loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
 
@@ -306,7 +308,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         inner = self._engine.optimizer.param_groups
         if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but had "
+                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but it had "
                 f"{self._num_groups} when DeepSpeed partitioned them. Return all groups from configure_optimizers, or "
                 "use strategy='fsdp' or 'ddp' to add groups later."
             )
@@ -331,7 +333,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return result
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The state with full tensors, as usual; the 16-bit modes add float32 weights and the loss scale."""
+        """Return the state with full tensors; the 16-bit modes add float32 weights and the loss scale."""
         state = optimizer.state_dict()
         if self._engine is None:
             return state
@@ -362,7 +364,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             vars(self._engine.optimizer.loss_scaler).update(own["loss_scale"])
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """None: the gradients are in DeepSpeed's own buffers."""
+        """Return None, because the gradients are in DeepSpeed's own buffers."""
         return None
 
 
@@ -405,7 +407,7 @@ class _Root(nn.Module):
 
 
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings, with its own groups for ZeRO's partitions."""
+    """Return an optimizer with the same class and settings, but with its own groups for ZeRO's partitions."""
     double = object.__new__(type(optimizer))
     vars(double).update(vars(optimizer))
     vars(double).pop("step", None)  # a scheduler has wrapped it
@@ -419,6 +421,6 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     for name in WHOLE_PARAMETERS:
         if name in kinds:
             raise ValueError(
-                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so the result would "
-                "differ. Use an optimizer that updates each element independently (SGD, AdamW, ...), or strategy='ddp'."
+                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so the results would be "
+                "wrong. Use an optimizer that updates each element independently (SGD, AdamW, ...), or strategy='ddp'."
             )

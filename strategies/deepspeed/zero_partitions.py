@@ -34,17 +34,20 @@ class Piece:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's full shape, even while ZeRO-3 holds only a part of it."""
+    """Return a parameter's full shape, even while ZeRO-3 holds only part of it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_split(parameter: Any) -> bool:
-    """Whether ZeRO-3 has partitioned the parameter."""
+    """Return True if ZeRO-3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def pieces(zero: Any) -> dict[int, Piece]:
-    """This rank's piece of each trained parameter, by the parameter's ``id``; ``zero`` is DeepSpeed's optimizer."""
+    """Return this rank's piece of each trained parameter, by the parameter's ``id``.
+
+    ``zero`` is DeepSpeed's optimizer.
+    """
     return dict(_pieces_of_split(zero) if splits(zero) else _pieces_of_whole(zero))
 
 
@@ -70,7 +73,7 @@ def _pieces_of_split(zero: Any) -> Iterator[tuple[int, Piece]]:
 
 
 def gradients(zero: Any) -> list[Tensor]:
-    """The reduced gradients of this rank's pieces, including zero padding."""
+    """Return the reduced gradients of this rank's pieces, including zero padding."""
     if offloads(zero):
         flats = zero.fp32_partitioned_groups_flat if splits(zero) else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats if flat.grad is not None]
@@ -78,17 +81,17 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def lasting_gradients(zero: Any) -> list[Tensor]:
-    """The :func:`gradients` whose memory the next step reuses."""
+    """Return the :func:`gradients` whose memory the next step reuses."""
     return gradients(zero) if splits(zero) or offloads(zero) else []
 
 
 def splits(zero: Any) -> bool:
-    """Whether this is the optimizer of stage 3."""
+    """Return True if this is the optimizer of stage 3."""
     return hasattr(zero, "fp16_groups")
 
 
 def offloads(zero: Any) -> bool:
-    """Whether this optimizer keeps states and gradients on the host."""
+    """Return True if this optimizer keeps its state and gradients on the host."""
     return zero.offload_optimizer if splits(zero) else zero.cpu_offload
 
 
@@ -114,9 +117,10 @@ def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
 def optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """The optimizer's state by parameter index: flat tensors are gathered, other values (a step count) unchanged.
+    """Return the optimizer's state by parameter index, with its flat tensors gathered.
 
-    ``found`` has this rank's pieces. Every rank must call this; only ranks with ``keep`` get the result.
+    Other values (such as a step count) are unchanged. ``found`` has this rank's pieces. Every rank must call this, but
+    only ranks with ``keep`` get the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():
@@ -137,7 +141,7 @@ def optimizer_states(
 def load_optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], states: Mapping[int, Any]
 ) -> None:
-    """Load :func:`optimizer_states`; any strategy may have saved them."""
+    """Load the result of :func:`optimizer_states`; any strategy may have saved it."""
     optimizer.state.clear()
     step_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for index, parameter in parameters.items():
@@ -159,7 +163,7 @@ def load_optimizer_states(
 def master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, Tensor]:
-    """The float32 weights that a 16-bit mode trains, by parameter index."""
+    """Return the float32 weights that a 16-bit mode trains, by parameter index."""
     weights: dict[int, Tensor] = {}
     for index, parameter in parameters.items():
         if id(parameter) in found:
@@ -173,7 +177,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Load :func:`master_weights`. The 16-bit weights derived from them are saved separately."""
+    """Load the result of :func:`master_weights`. The 16-bit weights derived from it are saved separately."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]
@@ -181,7 +185,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The module's ``state_dict``, gathering partitioned parameters one at a time; empty unless ``keep``."""
+    """Return the module's ``state_dict``, gathering partitioned parameters one at a time; empty unless ``keep``."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -196,10 +200,10 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-    """``module.load_state_dict`` for partitioned parameters, which are gathered one submodule at a time.
+    """Do what ``module.load_state_dict`` does for partitioned parameters, gathering them one submodule at a time.
 
     Raises:
-        ValueError: tensors are missing, unexpected or have another shape.
+        ValueError: tensors are missing or unexpected, or have a different shape.
     """
     missing: list[str] = []
     unexpected: list[str] = []
@@ -229,5 +233,5 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
 
 
 def _together(parameters: list[Any], **given: Any) -> Any:
-    """Context in which partitioned parameters are gathered."""
+    """Context manager in which partitioned parameters are gathered."""
     return import_module("deepspeed.runtime.zero").GatheredParameters(parameters, **given)

@@ -15,10 +15,11 @@ from .. import sharded_tensors
 
 
 def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
-    """This process's gradients on the CPU, by parameter name.
+    """Return this process's gradients on the CPU, by parameter name.
 
-    ``whole``: an unsharded gradient, accumulated but not reduced; ``part``: this process's shard of a reduced gradient.
-    Returns None if an unsharded gradient is itself split along another mesh dimension.
+    For each parameter, ``whole`` is an unsharded gradient that was accumulated but not reduced, and ``part`` is this
+    process's shard of a reduced gradient; either may be None. Returns None if an unsharded gradient is itself split
+    along another mesh dimension.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, Any] = {}
@@ -35,10 +36,10 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
 
 
 def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the result of :func:`gather`. Every process must call this."""
+    """Restore the gradients that :func:`gather` returned. Every process must call this."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parts = [part for part in root.modules() if isinstance(part, FSDPModule)]
-    for part in parts:  # an unsharded parameter exists once it has been gathered
+    for part in parts:  # an unsharded parameter only exists once it has been gathered
         part.unshard()
     for part in parts:
         part.reshard()

@@ -41,7 +41,7 @@ _WITHOUT_SETTING = (
     "limit_all_gathers",
     "param_init_fn",
 )
-#: Settings that are not named ``fsdp_`` plus the field's name.
+#: Settings whose name is not ``fsdp_`` plus the field's name.
 _OTHER_NAMES = {
     "fsdp_version": "fsdp_version",
     "cpu_offload": "fsdp_offload_params",
@@ -51,7 +51,10 @@ _OTHER_NAMES = {
 
 @dataclass
 class FSDPSettings:
-    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``. None means not set."""
+    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``.
+
+    A field that is None is not set.
+    """
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -76,12 +79,12 @@ class FSDPSettings:
     min_num_params: int | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """A copy whose unset fields are filled from the settings."""
+        """Return a copy with unset fields filled from the settings."""
         names = [field.name for field in fields(FSDPSettings) if field.name not in _WITHOUT_SETTING]
         return fill(self, settings, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
 
     def options(self) -> dict[str, Any]:
-        """The arguments for FSDPStrategy. Fields that have no effect are reported once.
+        """Return the arguments for FSDPStrategy, and report fields that have no effect (once).
 
         Raises:
             ValueError: a field has an unknown value, or two fields contradict each other.
@@ -110,9 +113,9 @@ class FSDPSettings:
         fixes = {
             "ignored_modules": "FSDP does not reduce the gradients of modules that it ignores. Freeze those modules "
             "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
-            "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by "
-            "_init_weights(module) of an enclosing module. Define one of the two.",
-            "activation_checkpointing_offload": "recomputed activations stay on the device. Use "
+            "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by an "
+            "enclosing module's _init_weights(module). Define one of the two.",
+            "activation_checkpointing_offload": "activations that are kept for recomputation stay on the device. Use "
             "activation_checkpointing alone.",
         }
         for name, fix in fixes.items():
@@ -121,7 +124,7 @@ class FSDPSettings:
                 raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported: {fix}")
         if self.fsdp_version not in (None, 1, 2):
             raise ValueError(
-                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): there are only FSDP 1 and 2. "
+                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): the version must be 1 or 2. "
                 "Use fsdp_version=2."
             )
 
@@ -137,16 +140,16 @@ class FSDPSettings:
         name = None if asked is None else _word("sharding_strategy", asked, SHARDING)
         if name == "NO_SHARD":
             raise ValueError(
-                f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, like DDP. Leave the plugin "
-                "(use_fsdp) out."
+                f"{type(self).__name__}(sharding_strategy='NO_SHARD') does not shard anything, just like DDP. "
+                "Leave the plugin (use_fsdp) out to use DDP."
             )
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         if self.fsdp_version == 1:
-            reshard = None  # the sharding strategy decides it; launchers set both
+            reshard = None  # the sharding strategy decides this; launchers set both
         if keeps and reshard is not None and _truth(reshard):
             raise ValueError(
-                f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights from forward to backward, "
-                f"but reshard_after_forward={reshard!r} frees them. Leave one out."
+                f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights unsharded from forward to "
+                f"backward, but reshard_after_forward={reshard!r} frees them. Leave one out."
             )
         keeps = keeps or (reshard is not None and not _truth(reshard))
         return {
@@ -172,7 +175,7 @@ class FSDPSettings:
         return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
 
     def _say(self) -> None:
-        """Report the fields that have no effect."""
+        """Report fields that have no effect."""
         asked = {
             "fsdp_version=1": self.fsdp_version == 1,
             f"backward_prefetch={self.backward_prefetch!r}": self.backward_prefetch is not None
@@ -203,14 +206,14 @@ def _truth(value: Any) -> bool:
 
 
 def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
-    """The word for a string, a torch enum or its number (from 1)."""
+    """Return the word that a string, a torch enum or an enum's number (counting from 1) stands for."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(words):
         return words[int(text) - 1]
     if text not in words:
         hint = messages.did_you_mean(text, words)
         raise ValueError(
-            f"Unknown {field} for FullyShardedDataParallelPlugin {value!r}.{hint} Choose {messages.names(words)}."
+            f"Unknown FullyShardedDataParallelPlugin {field} {value!r}.{hint} Choose {messages.names(words)}."
         )
     return text
 
@@ -235,7 +238,7 @@ def _policy(asked: Any) -> Any:
     if isinstance(asked, Mapping):
         for name in asked:
             if name not in names:
-                raise ValueError(messages.unknown("key in mixed_precision_policy", name, names))
+                raise ValueError(messages.unknown("mixed_precision_policy key", name, names))
         found: dict[str, Any] = {
             key: value if isinstance(value, bool) else _dtype(value) for key, value in asked.items()
         }
@@ -244,7 +247,7 @@ def _policy(asked: Any) -> Any:
         if asked.buffer_dtype not in (None, torch.float32):
             raise ValueError(
                 f"FullyShardedDataParallelPlugin: mixed_precision_policy has buffer_dtype={asked.buffer_dtype}, "
-                "which FSDP2 does not support: buffers keep their dtype. Leave it out."
+                "but with FSDP2, buffers always keep their dtype. Leave buffer_dtype out."
             )
         return MixedPrecisionPolicy(
             param_dtype=asked.param_dtype,
@@ -262,12 +265,12 @@ def _dtype(name: Any) -> Any:
         return name
     text = str(name).lower().removeprefix("torch.")
     if text not in DTYPES:
-        raise ValueError(messages.unknown("dtype in mixed_precision_policy", name, DTYPES))
+        raise ValueError(messages.unknown("mixed_precision_policy dtype", name, DTYPES))
     return DTYPES[text]
 
 
 def _torch_policy(given: Any) -> Any:
-    """Convert a policy of torch.distributed.fsdp.wrap to FSDPStrategy's ``wrap``; other functions stay unchanged."""
+    """Convert a policy from torch.distributed.fsdp.wrap to a ``wrap`` argument; return other functions unchanged."""
     policy: Any = given
     told: Mapping[str, Any] = given.keywords if isinstance(given, functools.partial) else {}
     classes = told.get("transformer_layer_cls") or told.get("module_classes")
@@ -281,7 +284,7 @@ def _torch_policy(given: Any) -> Any:
     if not callable(policy):
         raise TypeError(
             f"FullyShardedDataParallelPlugin: auto_wrap_policy={policy!r} is {messages.a(policy)}. Pass one of "
-            f"{messages.names(name.lower() for name in WRAPPING)}, or a policy of torch.distributed.fsdp.wrap."
+            f"{messages.names(name.lower() for name in WRAPPING)}, or a policy from torch.distributed.fsdp.wrap."
         )
     if {"module", "recurse", "nonwrapped_numel"} <= set(inspect.signature(policy).parameters):
         return lambda _, module: bool(

@@ -44,7 +44,7 @@ _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy
 class FSDPStrategy(DistributedStrategy):
     """``"fsdp"``: torch's ``fully_shard`` (Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO-3, Rajbhandari et al., 2020).
 
-    The step gathers the module's repeated blocks one by one. Parameters outside the blocks (the root's group) stay
+    A step gathers the module's repeated blocks one by one. Parameters outside the blocks (the root's group) stay
     unsharded for the whole step, so ``training_step`` can use them directly.
 
     Mixed precision: weights are gathered in float32 and the step runs under autocast, so the results match a
@@ -56,31 +56,30 @@ class FSDPStrategy(DistributedStrategy):
     unsharded gradients until then.
 
     All ranks start from rank 0's weights. Layers that ``configure_model`` creates on the meta device
-    (``trainer.init_module(empty_init=True)``) get memory and initial values one at a time, before each is sharded. They
-    get the same values as on one process with the same seed, provided that each layer initializes itself when it is
-    created. When ``load_checkpoint_in_model`` loads weights into such layers, each process reads its own shard after
-    sharding.
+    (``trainer.init_module(empty_init=True)``) are allocated, initialized and sharded one at a time. They get the same
+    values as on one process with the same seed, provided that each layer initializes itself when it is created. When
+    ``load_checkpoint_in_model`` loads weights into such layers, each process reads its own shards after sharding.
 
-    Each process holds full, unsharded buffers, which are not reduced; checkpoints contain rank 0's.
+    Each process holds full, unsharded buffers. They are not reduced, and checkpoints contain rank 0's buffers.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        wrap: the modules that are gathered separately. ``"auto"``: the repeated block; one or several classes or class
-            names; an int: modules with at least this many parameters; ``f(name, module) -> bool``; None: only the root.
-        sharding: ``"full"``; ``"grad_op"`` keeps gathered weights from forward to backward (ZeRO-2); ``"hybrid"``
-            shards within a machine and replicates across machines.
-        reshard_after_forward: the argument of ``fully_shard`` for the blocks; None follows ``sharding``.
-        mixed_precision: a ``MixedPrecisionPolicy`` instead of autocast.
-        cpu_offload: keep shards, gradients and optimizer state in host memory; or a ``CPUOffloadPolicy``.
-        activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or several
+        wrap: the modules to gather separately: ``"auto"`` (the repeated blocks), one or more classes or class names, an
+            int (modules with at least this many parameters), ``f(name, module) -> bool``, or None (only the root).
+        sharding: ``"full"``, ``"grad_op"`` (keeps weights gathered from forward to backward, as in ZeRO-2) or
+            ``"hybrid"`` (shards within a machine and replicates across machines).
+        reshard_after_forward: the argument of ``fully_shard`` for the blocks; if None, ``sharding`` decides.
+        mixed_precision: a ``MixedPrecisionPolicy`` to use instead of autocast.
+        cpu_offload: True or a ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
+        activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or more
             classes or class names, or ``f(name, module) -> bool``.
         data_parallel_replicate: number of copies of the model (hybrid sharding).
-        data_parallel_shard: number of processes that share one copy.
-        device_mesh: a mesh of your own, 1-D or 2-D (replicate, shard).
+        data_parallel_shard: number of processes that each copy is sharded across.
+        device_mesh: your own mesh, 1-D or 2-D (replicate, shard).
         find_unused_parameters: allow processes to use different parameters in a step; unused parameters get zero
             gradients. All processes must still run the same blocks.
-        state_dict_type: ``"full"``: a checkpoint is one file, gathered on rank 0; ``"sharded"``: a folder to which each
-            process writes its shards. Both can be loaded with any strategy and any number of processes.
+        state_dict_type: ``"full"`` gathers each checkpoint on rank 0 and writes one file; with ``"sharded"``, each
+            process writes its own shards to a folder. Both can be loaded with any strategy and any number of processes.
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
     """
 
@@ -107,9 +106,9 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(precision, **process)
         if sharding not in SHARDING:
-            raise ValueError(messages.unknown("sharding for FSDPStrategy", sharding, SHARDING))
+            raise ValueError(messages.unknown("FSDPStrategy sharding", sharding, SHARDING))
         if state_dict_type not in STATE_KINDS:
-            raise ValueError(messages.unknown("state_dict_type for FSDPStrategy", state_dict_type, STATE_KINDS))
+            raise ValueError(messages.unknown("FSDPStrategy state_dict_type", state_dict_type, STATE_KINDS))
         if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
             raise TypeError(
                 f"FSDPStrategy: mixed_precision={mixed_precision!r} is {messages.a(mixed_precision)}. Pass a "
@@ -117,8 +116,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(
-                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13; this is {torch.__version__}. Upgrade "
-                "torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
+                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13, but this is torch {torch.__version__}. "
+                "Upgrade torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
             )
         self.wrap = wrap
         self.sharding = sharding
@@ -141,17 +140,17 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh_shape()
 
     def _mesh_shape(self) -> tuple[int, ...]:
-        """Sizes of the mesh: (shard,), or (replicate, shard).
+        """Return the sizes of the mesh: (shard,), or (replicate, shard).
 
         Raises:
-            ValueError: their product is not the number of processes.
+            ValueError: the product of the sizes is not the number of processes.
         """
         mesh, world = self.device_mesh, self.world_size
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world:
                 raise ValueError(
-                    f"FSDPStrategy: device_mesh has the shape {tuple(mesh.shape)} = {mesh.size()} processes, but "
-                    f"there are {world}. Pass a mesh over all processes, 1-D or 2-D (replicate, shard)."
+                    f"FSDPStrategy: device_mesh has shape {tuple(mesh.shape)}, which is {mesh.size()} processes, but "
+                    f"this run has {world}. Pass a mesh of all processes, 1-D or 2-D (replicate, shard)."
                 )
             return tuple(mesh.shape)
         replicate, shard = self.sizes
@@ -165,8 +164,8 @@ class FSDPStrategy(DistributedStrategy):
         if replicate < 1 or shard < 1 or replicate * shard != world:
             raise ValueError(
                 f"FSDPStrategy(data_parallel_replicate={replicate}, data_parallel_shard={shard}) needs "
-                f"{replicate} x {shard} = {replicate * shard} processes, but there are {world}. Their product "
-                "must be the number of processes (devices x num_nodes). Change one, or leave one out."
+                f"{replicate} x {shard} = {replicate * shard} processes, but this run has {world} (devices x "
+                "num_nodes). Change one of the sizes, or leave one out."
             )
         return (replicate, shard)
 
@@ -179,14 +178,14 @@ class FSDPStrategy(DistributedStrategy):
         return self.device_mesh
 
     def for_another_module(self) -> Self:
-        self._mesh()  # all modules share it, so create it first
+        self._mesh()  # all modules share the mesh, so create it first
         return super().for_another_module()
 
     # ---- placement: the module in shards -----------------------------------------------------------------------------
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Also defers loading: weights for layers without memory are read after the module has been sharded."""
+        """Context manager that creates layers; weights for layers without memory are read after sharding."""
         with super().init_context(), self._noting():
             yield
 
@@ -201,7 +200,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
-        Deferred weights only get memory; :meth:`settle_weights` reads them.
+        Deferred weights are only allocated here; :meth:`settle_weights` reads them.
         """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
@@ -232,8 +231,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         elif any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(
-                f"{type(module).__name__} is already sharded, and some of its layers were created again without "
-                "memory. configure_model is called in every run: make it return at once if the layers exist."
+                f"{type(module).__name__} is already sharded, but some of its layers were recreated without memory. "
+                "configure_model is called in every run, so make it return immediately if the layers exist."
             )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):
@@ -260,25 +259,28 @@ class FSDPStrategy(DistributedStrategy):
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
-        """The module's deferred weights; raises if they differ between ranks."""
+        """Return the module's deferred weights; raise if they differ between ranks."""
         waiting = Waiting(module)
         if self.unlike(str(waiting)):
             raise RuntimeError(
                 f"The ranks have loaded different weights into {type(module).__name__}, or only some ranks have loaded "
-                "weights. Call load_checkpoint_in_model on every rank: each rank reads only its shards from the files."
+                "weights. Call load_checkpoint_in_model on every rank; each rank reads only its own shards."
             )
         return waiting
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The modules that are gathered separately, by name."""
+        """Return the modules to gather separately, by name."""
         return choose_blocks(module, self.wrap)
 
     def _prepare(self, name: str, part: nn.Module) -> None:
-        """Change a submodule after it is initialized and before it is sharded. Called for children first."""
+        """Called for each submodule, children first, after it is initialized and before it is sharded."""
 
     @property
     def _reshard_root(self) -> bool | None:
-        """None keeps the root unsharded until backward, which needs it first. Manual steps reshard it."""
+        """The root's ``reshard_after_forward``: None keeps it unsharded until backward, which needs it first.
+
+        With manual optimization it is True.
+        """
         if self._manual:
             return True
         return False if self.reshard_after_forward is False else None
@@ -294,7 +296,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _give_rank_zeros_values(self, part: nn.Module) -> None:
-        """Move unsharded tensors that have values to the device, and broadcast rank 0's values."""
+        """Move the unsharded tensors that have values to the device, and broadcast rank 0's values."""
         tensors = (*part.parameters(), *part.buffers())
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
@@ -307,7 +309,7 @@ class FSDPStrategy(DistributedStrategy):
     # ---- placement: steps and optimizers -----------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
-        """Run the step as the forward of the sharded root, so the root's parameters are unsharded during the step."""
+        """Run the step as the sharded root's forward, so that the root's parameters are unsharded during the step."""
         if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
             step = super().bind_step(step, wrapped, training)
         if self._holder is None:
@@ -318,7 +320,10 @@ class FSDPStrategy(DistributedStrategy):
 
     @staticmethod
     def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Evaluate outside inference mode, which would make the gathered weights untrainable, then free them."""
+        """Run an evaluation step, then free the weights that it gathered.
+
+        It runs outside inference mode, because weights gathered in inference mode cannot be trained later.
+        """
         with torch.inference_mode(False), torch.no_grad():
             result = holder(step, *args, **kwargs)
         holder.reshard()
@@ -340,14 +345,14 @@ class FSDPStrategy(DistributedStrategy):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
                     "LBFGS does not work with FSDPStrategy: it needs all parameters and gradients in one vector, but "
-                    "every process only holds shards. Use another optimizer, or strategy='ddp'."
+                    "each process holds only shards. Use another optimizer, or strategy='ddp'."
                 )
             given = parameters_of(optimizer)
             foreign = [p for p in given if id(p) not in own]
             if foreign:
                 raise ValueError(
                     f"{len(foreign)} of the {len(given)} parameters of {kind} are not in the sharded module "
-                    f"(the first has the shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
+                    f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
                     "configure_optimizers, from self.parameters(); in your own loop, pass it the parameters of a "
                     "single prepared model."
@@ -360,7 +365,7 @@ class FSDPStrategy(DistributedStrategy):
             return RuntimeError(
                 "An operation got both a sharded parameter and a plain tensor. The parameters of a module that "
                 "FSDPStrategy wraps are unsharded only while that module's forward runs. Do not use them elsewhere "
-                "(such as self.block.weight), or leave the module out of wrap=...; outside a step use trainer.predict "
+                "(such as self.block.weight), or leave the module out of wrap=...; outside a step, use trainer.predict "
                 "or trainer.strategy.model_state(module)."
             )
         if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
@@ -408,7 +413,7 @@ class FSDPStrategy(DistributedStrategy):
         return stepped
 
     def requires_grad_changed(self) -> None:
-        """If a step with manual optimization continues, gather the root's changed parameters again."""
+        """Gather the root's changed parameters again if a step with manual optimization is still running."""
         if self._inside:
             self._holder.reshard()
             self._holder.unshard()
@@ -442,14 +447,14 @@ class FSDPStrategy(DistributedStrategy):
         return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's full ``state_dict``: on the CPU on rank 0, without memory (``meta``) on other ranks."""
+        """Return the module's full ``state_dict``: on the CPU on rank 0, without memory (``meta``) on other ranks."""
         self._reshard(module)
         return self._whole(module.state_dict(keep_vars=True))
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
-                "The state cannot be saved after an error: all processes hold shards of it, and the others may not "
+                "The state cannot be saved after an error: it is sharded across all processes, and the others may not "
                 "have failed. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
             )
         if self._in_parts:
@@ -482,7 +487,7 @@ class FSDPStrategy(DistributedStrategy):
         optimizer.load_state_dict({**state, "state": parts})
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """Unsharded gradients that were accumulated without communication, and shards of reduced gradients."""
+        """Return unsharded gradients that were accumulated without communication, and shards of reduced gradients."""
         self._reshard(module)
         return accumulated_gradients.gather(self._holder, module)
 
@@ -491,9 +496,9 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root module that is sharded. Its forward runs a step of the user's module, whose class does not change.
+    """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
-    Its methods do nothing until it is sharded.
+    Sharding replaces the methods that do nothing here.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

@@ -13,18 +13,19 @@ from torch.utils.checkpoint import checkpoint
 from ... import messages
 from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermost, repeated_elements
 
-#: One or several classes or class names, a number of parameters, ``f(name, module) -> bool``, or ``"auto"``.
+#: One or more classes or class names, a number of parameters, ``f(name, module) -> bool``, or ``"auto"``.
 Policy = Any
 
 
 def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The modules inside ``root`` that are sharded separately, by name, outer ones first.
+    """Return the modules inside ``root`` to shard separately, by name, outer modules first.
 
-    Modules that share a tied parameter with another one stay in the root's group, where the parameter is one tensor.
+    Modules that share a tied parameter with another module stay in the root's group, so that the parameter remains one
+    tensor.
 
     Raises:
-        ValueError: the policy matches nothing; the message lists the model's classes.
-        TypeError: ``policy`` is not a policy.
+        ValueError: the policy matches no module; the message lists the model's classes.
+        TypeError: ``policy`` is not a valid policy.
     """
     if policy in (None, "root", "none"):
         return {}
@@ -32,17 +33,17 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     tied = _tied_modules(root, found)
     if tied:
         messages.info_once(
-            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: it shares a tied parameter "
-            "with another module, and both must be gathered together."
+            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group, because modules that share a "
+            "parameter must be gathered together."
         )
     return {name: module for name, module in found.items() if name not in tied}
 
 
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
-    """The modules inside ``root``, without ``root`` itself, that a policy selects.
+    """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    The policy is one or several classes or class names, ``f(name, module)`` or, with ``smallest``, a number of
-    parameters. ``argument`` is its name in errors.
+    The policy is one or more classes or class names, ``f(name, module)`` or, with ``smallest``, a number of parameters.
+    ``argument`` is the name of the policy's argument, for error messages.
     """
     candidates = {
         name: module
@@ -59,7 +60,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20)) or "none"
         raise ValueError(
             f"FSDPStrategy({argument}={_shown(policy)}) matches no module with parameters in {type(root).__name__}. "
-            f"Its classes are {listed}. Name one of them, or leave {argument} out."
+            f"The model contains these classes: {listed}. Name one of them, or leave {argument} out."
         )
     return found
 
@@ -81,13 +82,13 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     if callable(policy) and not isinstance(policy, nn.Module):
         return lambda name, module: bool(policy(name, module))
     raise TypeError(
-        f"FSDPStrategy: {argument}={policy!r} is {messages.a(policy)}. Pass one or several classes or class names, or "
-        "a function f(name, module) -> bool."
+        f"FSDPStrategy: {argument}={policy!r} is {messages.a(policy)}. Pass one or more classes or class names, or a "
+        "function f(name, module) -> bool."
     )
 
 
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
-    """Bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
+    """Form groups bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()
@@ -101,13 +102,16 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 
 
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks: of the classes that occur in a container at least twice, the one with most parameters."""
+    """Return the repeated blocks.
+
+    Among the classes that occur at least twice in a container, the class with the most parameters is chosen.
+    """
     outer = repeated_elements(root)
     kinds = {type(module) for module in of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
-            f"FSDP found no repeated block in {type(root).__name__}, so it gathers the whole model at once. For a "
-            "large model, name the classes to gather one by one: FSDPStrategy(wrap=[...])."
+            f"FSDP found no repeated blocks in {type(root).__name__}, so it gathers the whole model at once. For a "
+            "large model, list the classes to gather one by one: FSDPStrategy(wrap=[...])."
         )
         return {}
     found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
@@ -122,7 +126,7 @@ def _size(found: dict[str, nn.Module]) -> int:
 
 
 def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
-    """Names of the blocks that share a parameter with a module outside the block."""
+    """Return the names of blocks that share a parameter with a module outside the block."""
     homes: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module.parameters(recurse=False):
@@ -141,7 +145,7 @@ def check_shapes(module: nn.Module) -> None:
     if scalars:
         raise ValueError(
             f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them the shape (1,), as in nn.Parameter(torch.tensor([1.0])), or use strategy='ddp'."
+            "be sharded. Give them shape (1,), as in nn.Parameter(torch.tensor([1.0])), or use strategy='ddp'."
         )
 
 
@@ -159,7 +163,7 @@ def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn
     if policy is True and not blocks:
         raise ValueError(
             f"FSDPStrategy(activation_checkpointing=True) recomputes the blocks that are sharded separately, but "
-            f"{type(root).__name__} has none. Name the classes: activation_checkpointing=[...]."
+            f"{type(root).__name__} has none. List the classes: activation_checkpointing=[...]."
         )
     found = blocks if policy is True else find_modules(root, policy, "activation_checkpointing")
     for module in outermost(found).values():

@@ -1,1 +1,1 @@
-"""One model split over processes: tensor, pipeline and context parallelism."""
+"""Split one model across processes: tensor, pipeline and context parallelism."""

@@ -1,4 +1,4 @@
-"""Split sequences over processes: each computes its part, and attention gathers the keys and values of all parts."""
+"""Split sequences across processes; attention gathers the keys and values of all parts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...torch_private import pytree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: The sequence's dimension in a batch's tensors: one for all of them, or by key or index in the batch.
+#: The sequence dimension: one number for all tensors of a batch, or a number for each key or index in the batch.
 Dims = int | Mapping[Any, int]
 
 
 class SplitSequences:
     """Runs a step on this process's part of each sequence of the batch.
 
-    Process r of n has the r-th of n successive parts. The keys and values of all parts are gathered before each
-    attention (as in Llama 3, Grattafiori et al., 2024), so the result is the same as for the full sequence.
+    Process r of n gets the r-th of n successive parts. The keys and values of all parts are gathered before each
+    attention operation (as in Llama 3, Grattafiori et al., 2024), so the result is the same as for the full sequence.
 
     Args:
-        mesh: a 1-D mesh; sequences are split over its processes.
-        dims: the sequence's dimension in the batch's tensors; tensors that a mapping does not name are not split.
+        mesh: a 1-D mesh; sequences are split across its processes.
+        dims: the sequence dimension of the batch's tensors; tensors that a mapping does not name are not split.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
         self.mesh, self.dims = mesh, dims
 
     def bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that gets one part of each sequence and attends to all parts."""
+        """Return a step that runs on one part of each sequence and attends to all parts."""
         attention = _Attention(self.mesh)
 
         def on_a_part(batch: Any, *more: Any) -> Any:
@@ -46,7 +46,7 @@ class SplitSequences:
         return on_a_part
 
     def cut(self, batch: Any) -> Any:
-        """This process's part of a batch.
+        """Return this process's part of a batch.
 
         Raises:
             ValueError: a sequence length is not divisible by the number of processes, or a named tensor is missing.
@@ -57,10 +57,10 @@ class SplitSequences:
         named = batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, Sequence) else {}
         absent = [key for key in self.dims if key not in named]
         if absent:
-            has = f"the keys {list(named)}" if named else f"none: it is {messages.a(batch)}"
+            has = f"has the keys {list(named)}" if named else f"is {messages.a(batch)}"
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch has {has}. Use "
-                "its keys, or indices for a tuple; a single number means that dimension in all tensors."
+                f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch {has}. Use the "
+                "batch's keys (indices for a tuple), or a single number for that dimension of all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value
@@ -75,12 +75,13 @@ class SplitSequences:
         count = self.mesh.size()
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel_dims=...) names dimension {dim} as the sequence of {name}, "
-                f"whose shape is {tuple(tensor.shape)}. Name the sequence dimension of each tensor: {{key: dim}}."
+                f"ModelParallelStrategy(context_parallel_dims=...) says that dimension {dim} of {name} is the "
+                f"sequence, but its shape is {tuple(tensor.shape)}. Pass the sequence dimension of each tensor: "
+                "{key: dim}."
             )
         if tensor.shape[dim] % count:
             raise ValueError(
-                f"A sequence of {tensor.shape[dim]} elements ({name}, dimension {dim}) cannot be split evenly over "
+                f"A sequence of {tensor.shape[dim]} elements ({name}, dimension {dim}) cannot be split evenly across "
                 f"context_parallel={count} processes. Pad it to a multiple of {count}, or drop the last elements."
             )
         return tensor.chunk(count, dim)[self.mesh.get_local_rank()]
@@ -99,8 +100,8 @@ class _Attention(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
-                "nn.MultiheadAttention with context_parallel is not supported: its masks cover only one part of the "
-                "sequence. Implement the attention with F.scaled_dot_product_attention."
+                "nn.MultiheadAttention does not work with context_parallel, because its masks cover only one part of "
+                "the sequence. Implement the attention with F.scaled_dot_product_attention."
             )
         return func(*args, **kwargs)
 
@@ -116,15 +117,16 @@ class _Attention(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise NotImplementedError(
-                f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()} is not "
-                f"supported: a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
-                "is_causal=True or no mask; if the batch is padded, make the loss ignore the padding."
+                f"scaled_dot_product_attention(attn_mask=...) does not work with context_parallel={self.mesh.size()}, "
+                f"because a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
+                "is_causal=True or no mask. If the batch is padded, make the loss ignore the padding."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
             raise ValueError(
-                f"Causal attention of {length} queries over {key.shape[-2]} keys with context_parallel: both must be "
-                "from the same part of a sequence. Split both tensors (context_parallel_dims=...)."
+                f"With context_parallel, the queries and keys of a causal attention must come from the same part of a "
+                f"sequence, but there are {length} queries and {key.shape[-2]} keys. Split both tensors "
+                "(context_parallel_dims=...)."
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None
         key, value = (self._all_parts(tensor)[..., :seen, :] for tensor in (key, value))
@@ -132,6 +134,6 @@ class _Attention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:
-        """The full sequence, (..., length, features); each part gets the sum of its gradients over processes."""
+        """Return the full sequence, (..., length, features); a part's gradients are summed across processes."""
         part = DTensor.from_local(tensor, self.mesh, [Shard(tensor.dim() - 2)], run_check=False)
         return part.full_tensor(grad_placements=[Partial()])

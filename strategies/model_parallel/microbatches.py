@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and join the results that a step returns for them."""
+"""Split a batch into micro-batches, and join the results that a step returns for each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors whose first dimension differs from the batch's first tensor are passed to every micro-batch unsplit. Lists
-    with one value (a string, a number) per sample are split like tensors.
+    Tensors whose first dimension differs in size from that of the batch's first tensor are passed to every micro-batch
+    unsplit. Lists with one value per sample (a string, a number) are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
-        count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly, the first
-            micro-batches get one more.
+        count: number of micro-batches; there is at most one per sample. If the samples cannot be distributed evenly,
+            the first micro-batches get one sample more.
 
     Returns:
         The micro-batches, and the number of samples in each.
@@ -76,7 +76,7 @@ def _has_a_value_each(values: Sequence[Any], size: int) -> bool:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with changed values; a value that is not a container is returned unchanged."""
+    """Return a container of the same kind with changed values; return a value that is not a container unchanged."""
     if isinstance(value, tuple):
         values = [change(v) for v in value]
         return value._make(values) if hasattr(value, "_make") else type(value)(values)  # type: ignore[attr-defined]
@@ -96,12 +96,12 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def form_of(batch: Any) -> tuple[Any, ...]:
-    """The shapes and dtypes of a batch's tensors: they determine the shapes and dtypes of a step's results."""
+    """Return the shapes and dtypes of a batch's tensors, which determine those of the step's results."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
 
 
 def leaves(value: Any) -> list[Any]:
-    """The values in nested containers."""
+    """Return the values in nested containers."""
     parts = _parts(value)
     return [leaf for part in parts for leaf in leaves(part)] if parts else [value]
 
@@ -110,7 +110,7 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the results that a step returned for a batch's micro-batches.
 
     Tensors and lists with one entry per sample are concatenated, and single numbers are averaged over samples, even
-    inside containers. For any other value, the first micro-batch's is kept.
+    inside containers. Any other value is taken from the first micro-batch.
     """
     first = values[0]
     if len(values) == 1:
@@ -132,5 +132,5 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The weighted mean of numbers or tensors."""
+    """Return the weighted mean of numbers or tensors."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

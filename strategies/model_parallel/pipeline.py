@@ -1,4 +1,4 @@
-"""Pipeline parallelism: successive blocks on successive processes, run by torch.distributed.pipelining."""
+"""Pipeline parallelism: successive processes hold successive blocks, run by torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from ..distributed import DistributedStrategy
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-#: Number of plans to keep (buffers for micro-batches of one form).
+#: Number of plans to keep; a plan has the buffers for micro-batches of one form.
 _KEPT_PLANS = 4
-#: Each process has one bit in the integer that says which processes use a weight.
+#: Maximum number of processes: each has one bit in the integer that says which processes use a weight.
 _MOST_PROCESSES = 62
 _HOST = torch.device("cpu")
 
 
 class Pipeline:
-    """Runs the steps of a module whose blocks are on successive processes; a part of ModelParallelStrategy.
+    """Runs the steps of a module whose blocks are on successive processes, for ModelParallelStrategy.
 
-    Every process of a pipeline sees the same batch. It is split into micro-batches, which pass through the stages one
-    after another. Every stage runs ``training_step`` for each of them, from the stage's first block to its last. Code
-    after the network (the loss, ``self.log``) runs on the last stage. Forward and backward run together in the step, so
-    calling backward on the returned loss only produces a factor for the gradients.
+    All processes of a pipeline see the same batch. It is split into micro-batches, which pass through the stages one
+    after another. Every stage runs ``training_step`` for each micro-batch, from the stage's first block to its last.
+    Code after the network (the loss, ``self.log``) runs on the last stage. Forward and backward both run within the
+    step, so calling backward on the returned loss only produces a factor for the gradients.
 
     Args:
-        strategy: the strategy that uses this.
+        strategy: the strategy that this pipeline belongs to.
         schedule: ``"gpipe"`` (Huang et al., GPipe, 2019), ``"1f1b"`` (Narayanan et al., Memory-Efficient
             Pipeline-Parallel DNN Training, 2021) or ``"interleaved_1f1b"`` (Narayanan et al., Efficient Large-Scale
             Language Model Training, 2021).
-        microbatches: number of micro-batches per batch; None: four per process.
-        virtual_stages: stages per process; only the interleaved schedule has more than one (default: 2).
-        split_points: names of the first modules of the second and later stages; None: split evenly by parameters.
+        microbatches: number of micro-batches per batch; four per process if None.
+        virtual_stages: number of stages per process; only the interleaved schedule has more than one (default: 2).
+        split_points: names of the first modules of the second and later stages; if None, split evenly by parameters.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Pipeline:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def meet(self, mesh: Any) -> None:
-        """Set this process's position in the mesh's ``"pp"`` dimension, and create the groups."""
+        """Set this process's position in the mesh's ``"pp"`` dimension, and create the process groups."""
         self.group = mesh["pp"].get_group()
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self.host = self._host_group(mesh, "pp")
-        #: Groups of processes that hold the same stages in different pipeline copies, for the device and the host.
+        #: Groups of the processes that hold the same stages in different pipeline copies, for the device and the host.
         self.copies = [
             (mesh[axis].get_group(), self._host_group(mesh, axis))
             for axis in ("dp_replicate", "dp_shard")
@@ -92,8 +92,8 @@ class Pipeline:
         self.last = self.rank == self.size - 1
         if self.size > _MOST_PROCESSES:
             raise ValueError(
-                f"pipeline_parallel={self.size}: a pipeline has at most {_MOST_PROCESSES} processes. Use "
-                "tensor_parallel or data_parallel_replicate for the rest."
+                f"pipeline_parallel={self.size} is too large: a pipeline can have at most {_MOST_PROCESSES} "
+                "processes. Use tensor_parallel or data_parallel_replicate for the rest."
             )
         self.microbatches = self.microbatches or 4 * self.size
 
@@ -105,17 +105,17 @@ class Pipeline:
 
     @property
     def mine(self) -> list[int]:
-        """The stages of this process."""
+        """The stages that this process holds."""
         return [self.rank + turn * self.size for turn in range(self.virtual)]
 
     def process_of(self, stage: int) -> int:
-        """The process that holds a stage."""
+        """Return the process that holds a stage."""
         return dist.get_global_rank(self.host, stage % self.size)
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether a module has been split."""
+        """Return True if this module has been split."""
         return self.stages is not None and self.stages.module is module
 
     def split(self, module: nn.Module) -> None:
@@ -132,9 +132,9 @@ class Pipeline:
 
     @property
     def held(self) -> Weights:
-        """The weights; raises if no module is set up yet."""
+        """The weights; raises an error if no module is set up yet."""
         if self.weights is None:
-            raise RuntimeError("The pipeline has no module yet: call setup_module first.")
+            raise RuntimeError("The pipeline has no module yet. Call setup_module first.")
         return self.weights
 
     def to_device(self, module: nn.Module) -> nn.Module:
@@ -143,7 +143,7 @@ class Pipeline:
         return getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def check_training(self, module: nn.Module) -> None:
-        """Raise if a pipeline cannot train a module."""
+        """Raise if a pipeline cannot train this module."""
         if not getattr(module, "automatic_optimization", True):
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, but a pipeline's schedule interleaves the "
@@ -152,7 +152,7 @@ class Pipeline:
             )
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Set the optimizers; their state is on the same processes as the weights."""
+        """Set the optimizers, whose state is on the same processes as the weights."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
@@ -164,9 +164,9 @@ class Pipeline:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def bind_step(self, step: Callable[..., Any], logs: Any, training: bool) -> Callable[..., Any]:
-        """Return a function that runs a batch through the pipeline, to call in place of ``step``.
+        """Return the function to call in place of ``step``; it runs a batch through the pipeline.
 
-        If ``logs`` is not None, its ``take`` and ``put`` send the last stage's logged values to all stages.
+        If ``logs`` is not None, its ``take`` and ``put`` methods send the last stage's logged values to all stages.
         """
         self.rest()
         self._fresh = True
@@ -174,7 +174,7 @@ class Pipeline:
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _refuse_compiled(self) -> None:
-        """Raise for a compiled network: it would not call its blocks, so it could not be split between them."""
+        """Raise if a network is compiled, because it would not call its blocks and could not be split between them."""
         stages = self.held.stages
         around = {name.rpartition(".")[0] for name in stages.names}
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
@@ -183,7 +183,7 @@ class Pipeline:
             if is_compiled(module):
                 raise ValueError(
                     f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
-                    f"is split between its blocks. Compile the blocks instead: for block in ...: block.compile()."
+                    f"splits it between its blocks. Compile the blocks instead: for block in ...: block.compile()."
                 )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
@@ -217,12 +217,12 @@ class Pipeline:
         return plan
 
     def _scale(self) -> Tensor | None:
-        """fp16's loss scale, shape (), or None."""
+        """Return fp16's loss scale, shape (), or None."""
         precision = self.strategy.precision
         return None if precision.scaler is None else precision.scale_loss(torch.ones((), device=self.strategy.device))
 
     def _output(self, call: Call, logs: Any, weights: Weights) -> Any:
-        """The step's output for the whole batch; the loss and logged values are the same on every stage."""
+        """Return the step's output for the whole batch; the loss and logged values are the same on every stage."""
         if not call.training:
             output = micro.join(call.outputs, call.sizes) if self.last else None
             self._share(("", None), [], logs)
@@ -240,12 +240,12 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Finish the last batch's gradients: multiply them by the factor that the loss was multiplied by."""
+        """Finish the last batch's gradients by multiplying them by the factor that the loss was multiplied by."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(
-                "In a pipeline, backward can only run on the loss that training_step returned. Use "
-                "pipeline_parallel=1 to run backward on other losses."
+                "With a pipeline, backward can only be called on the loss that training_step returned. Use "
+                "pipeline_parallel=1 to call backward on other losses."
             )
         self._leaf = None
         if how is None:
@@ -263,7 +263,10 @@ class Pipeline:
     # ---- random numbers --------------------------------------------------------------------------------------------
 
     def _draw_seed(self) -> int:
-        """A seed for a batch, the same on all stages: their generators have the same state between batches."""
+        """Draw a seed for a batch.
+
+        All stages draw the same seed, because their generators have the same state between batches.
+        """
         if self._fresh:
             self._fresh = False
             torch.set_rng_state(self._from(0, torch.get_rng_state()))
@@ -279,7 +282,7 @@ class Pipeline:
             torch.cuda.set_rng_state(state[1], self.strategy.device)
 
     def seed(self, seed: int, index: int, stage: int) -> None:
-        """Seed the random number generators for a micro-batch, or for a stage's own blocks in it."""
+        """Seed the random number generators for a micro-batch, or for a stage's own blocks in a micro-batch."""
         mixed = (seed ^ (index * 0x9E3779B97F4A7C15 + stage * 0xBF58476D1CE4E5B9)) & (2**63 - 1)
         torch.default_generator.manual_seed(mixed)
         if self.strategy.device.type == "cuda":
@@ -288,13 +291,13 @@ class Pipeline:
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """Broadcast an object to all processes of the pipeline from the process with index ``rank`` in it."""
+        """Broadcast an object from the pipeline's process ``rank`` to all its processes."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value of a torchmetrics ``Metric`` that the last stage has updated; returned on all stages."""
+        """Return the value of a torchmetrics ``Metric`` that the last stage has updated, on all stages."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group
@@ -311,8 +314,8 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's numbers and logged values to all stages.
 
-        The hosts exchange a few integers, and the layout if it has changed; the numbers stay on the device. The same
-        exchange tells ``weights`` which stages use which weights.
+        The processes exchange a few integers over the host, plus the layout if it has changed; the numbers stay on the
+        device. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).
@@ -356,11 +359,11 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a positive integer. Change it, or leave it out.")
+            raise ValueError(f"{name}={value!r} must be a positive integer. Change it, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages}, but pipeline_schedule={schedule!r} has one stage per process. "
-            "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
+            f"virtual_stages={virtual_stages} has no effect, because pipeline_schedule={schedule!r} has one stage per "
+            "process. Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
         raise ValueError(

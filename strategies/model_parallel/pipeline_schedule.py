@@ -1,4 +1,4 @@
-"""Run a batch's micro-batches through the stages: tensor shapes, buffers, schedule."""
+"""Run a batch's micro-batches through the stages: find tensor shapes, create buffers, and run the schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
-#: Words in errors about operations that need a tensor's values when only its shape is known.
+#: Words in the errors of operations that need a tensor's values when only its shape is known.
 _SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
@@ -33,12 +33,12 @@ class Call:
 
     Args:
         step: the user's step.
-        more: its arguments after the batch.
+        more: the step's arguments after the batch.
         batches: the micro-batches.
-        sizes: number of samples in each.
-        seed: seed for all stages; random numbers differ between micro-batches and stages.
+        sizes: number of samples in each micro-batch.
+        seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
-        training: whether backward follows.
+        training: whether to run backward too.
         unit: number of items that counts as 1, about as many as in a micro-batch, so that weighted losses stay in
             fp16's range; None if not known yet.
     """
@@ -61,7 +61,7 @@ class Call:
         self.unit = unit
 
     def finish(self, index: int, output: Any) -> Tensor:
-        """Keep the step's output on the last stage; return the tensor to run backward on, shape ()."""
+        """Store the step's output (on the last stage) and return the tensor to run backward on, shape ()."""
         if not self.training:
             self.outputs[index] = output
             return torch.zeros(())
@@ -70,7 +70,7 @@ class Call:
             what = "None" if output is None else f"{type(loss).__name__} as its loss"
             raise TypeError(
                 f"training_step returned {what} for a micro-batch, so there is nothing to run backward on. Return the "
-                "loss, a tensor with one number, or a dict with it under 'loss'; a pipeline cannot skip batches."
+                "loss as a scalar tensor, or a dict that contains it under 'loss'. A pipeline cannot skip batches."
             )
         if not loss.requires_grad:
             raise RuntimeError(
@@ -90,13 +90,16 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """The batch's loss, plus items and units if the step returned items; whether it did, and the loss's dtype."""
+        """Return the batch's loss, and a pair (whether the step returned items, the loss's dtype).
+
+        If the step returned items, the items and units follow the loss.
+        """
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
         form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
         if any((items is not None) != form[0] for items in self.items):
             raise ValueError(
                 "training_step returned 'num_items' for only some micro-batches, so their losses cannot be weighted. "
-                "Return it always or never."
+                "Return 'num_items' for all micro-batches or for none."
             )
         weights = self.items if form[0] else self.sizes
         loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
@@ -105,11 +108,11 @@ class Call:
 
 
 class Plan:
-    """Runs ``count`` micro-batches with the same tensor shapes and dtypes (the same form).
+    """Runs ``count`` micro-batches that have the same tensor shapes and dtypes (the same form).
 
-    On creation it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch up
-    to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` has what is
-    already known about micro-batches of this form, by stage.
+    When created, it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch
+    up to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` contains
+    what is already known about micro-batches of this form, by stage.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class Plan:
         self.schedule = self._schedule([self._stage(part) for part in self.parts])
 
     def run(self, call: Call, first: int) -> None:
-        """Run forward and, in training, backward for ``count`` micro-batches from index ``first``."""
+        """Run forward (and backward, in training) for ``count`` micro-batches, starting at index ``first``."""
         self.call, self.first = call, first
         for part in self.parts:
             part.done = 0
@@ -145,7 +148,7 @@ class Plan:
     # ---- one stage, one micro-batch --------------------------------------------------------------------------------
 
     def pass_through(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Run a stage's part of the step; return the tensors to send, or on the last stage the loss."""
+        """Run a stage's part of the step; return the tensors to send or, on the last stage, the loss."""
         call, passage = self.call, self.passages[stage]
         index += self.first
         left, output = self._reach(stage, index, received)
@@ -194,8 +197,8 @@ class Plan:
     def _not_called(self, block: int) -> str:
         name = self.stages.names[block]
         return (
-            f"The step of {type(self.stages.module).__name__} ended without calling {name}, the first module of a "
-            "pipeline stage. Every step must call the network's blocks one after another: name other modules in "
+            f"The step of {type(self.stages.module).__name__} finished without calling {name}, the first module of a "
+            "pipeline stage. Every step must call all of the network's blocks in order. Name other modules in "
             "split_points, or use pipeline_parallel=1."
         )
 
@@ -203,9 +206,9 @@ class Plan:
         name = self.stages.names[self.stages.range(stage).start]
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
-            f"computes and that is not among the arguments of {name} (a skip connection, a weight of another stage, or "
-            "a Python number read from an earlier tensor). Pass it through the blocks' arguments, or split "
-            "elsewhere with split_points."
+            f"computes, but that is not an argument of {name} (such as a skip connection, a weight of another stage, "
+            "or a Python number read from an earlier tensor). Pass the tensor through the blocks' arguments, or use "
+            "split_points to split the model elsewhere."
         )
 
     # ---- forms -----------------------------------------------------------------------------------------------------
@@ -252,8 +255,8 @@ class Plan:
         if left.count != len(forms) or any(forms[position] is None for position in left.leaves):
             problem = (
                 f"{self.stages.names[self.stages.range(stage).start]}, the first module of pipeline stage {stage}, "
-                "gets different arguments on that stage than on the previous one. Arguments must not depend on tensor "
-                "values, and must not be objects that blocks change (use_cache=False for transformers' models)."
+                "gets different arguments on this stage than on the previous one. Arguments must not depend on tensor "
+                "values, and must not be objects that blocks change (for transformers models, pass use_cache=False)."
             )
         self._send(problem or left.leaves, sender)
         if problem:

@@ -3,8 +3,8 @@
 No network is rewritten or traced. Every stage runs the user's step as written and intercepts the calls of a few blocks:
 blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call of
 the next stage's first block ends the run and provides the tensors to send. Before its first block, every stage computes
-what needs no weights (masks, positions, noise: all stages draw the same random numbers). Values derived from weights
-are torch's fake tensors, which only have a shape.
+everything that needs no weights (masks, positions, and noise, because all stages draw the same random numbers). Values
+derived from weights are replaced by torch's fake tensors, which have a shape but no values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONTAINERS = (tuple, list, dict)
 
 @dataclass(frozen=True)
 class TensorForm:
-    """The shape and dtype of a tensor that is sent between two stages, and whether it requires gradients."""
+    """The shape and dtype of a tensor to send between two stages, and whether it requires gradients."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,12 +52,12 @@ class Passage:
     """What is known about a stage for micro-batches of one form.
 
     Attributes:
-        wanted: which of its first block's arguments the stage must receive, as indices.
+        wanted: indices of the arguments of the stage's first block that the stage must receive.
         inputs: the forms of these tensors.
-        sent: which arguments of the next stage's first block this stage sends, as indices.
+        sent: indices of the arguments of the next stage's first block that this stage sends.
         outputs: the forms of these tensors.
         skipped: the results of each block before the stage, without values.
-        carried: blocks of the stage that get tensors from before its first block; None if not known yet.
+        carried: the stage's blocks that get tensors computed before its first block; None if not known yet.
     """
 
     wanted: tuple[int, ...] = ()
@@ -95,21 +95,21 @@ class Stages:
         for name, block in zip(self.names, self.blocks, strict=True):
             if id(block) in seen:
                 raise ValueError(
-                    f"{name} is the same module as {seen[id(block)]}, so it would be in several pipeline stages. Give "
-                    "each block its own weights, or use pipeline_parallel=1."
+                    f"{name} is the same module as {seen[id(block)]}, so it would be part of several pipeline stages. "
+                    "Give each block its own weights, or use pipeline_parallel=1."
                 )
             seen[id(block)] = name
 
     def range(self, stage: int) -> range:
-        """The indices of a stage's blocks."""
+        """Return the indices of a stage's blocks."""
         return range(self.starts[stage], self.starts[stage + 1] if stage + 1 < self.count else len(self.blocks))
 
     def stage_of(self, block: int) -> int:
-        """The stage that a block is in."""
+        """Return the stage that a block belongs to."""
         return max(stage for stage in range(self.count) if self.starts[stage] <= block)
 
     def holders(self) -> dict[str, set[int]]:
-        """The stages that hold each parameter and buffer, by its first name."""
+        """Return the stages that hold each parameter and buffer, keyed by its first name."""
         inside: dict[int, set[int]] = {}
         for index, block in enumerate(self.blocks):
             for tensor in (*block.parameters(), *block.buffers()):
@@ -130,7 +130,7 @@ class Stages:
         return found
 
     def without_value(self, leaf: Any) -> Any:
-        """The fake tensor for a tensor; any other value is returned unchanged."""
+        """Return the fake tensor for a tensor; return any other value unchanged."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if not is_weight(leaf):
@@ -145,12 +145,12 @@ class Stages:
 
 
 class Run:
-    """A context for one run of a step on one stage; it intercepts the calls of blocks.
+    """Context manager for one run of a step on one stage; it intercepts the calls of blocks.
 
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known about the stage; the first runs complete it.
+        passage: what is known about the stage; the first runs fill it in.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
         stop_at_entry: end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: called at the stage's first block.
@@ -216,7 +216,7 @@ class Run:
         mode, self.mode = self.mode, None
         if mode is not None:
             mode.on = False
-            if current_function_mode() is mode:  # otherwise one of the user's modes is still open inside it
+            if current_function_mode() is mode:  # otherwise one of the user's modes is still active inside it
                 mode.__exit__(None, None, None)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
@@ -269,11 +269,11 @@ class Run:
 
 
 class Left(BaseException):
-    """Raised when a run reaches its stage's exit. A user's ``except Exception`` must not catch it: it is not an error.
+    """Raised when a run reaches its stage's exit. It is not an error, so ``except Exception`` must not catch it.
 
     Args:
         count: number of leaves in the block's arguments.
-        leaves: the leaves, or the indices of the ones that are needed.
+        leaves: the leaves, or the indices of those that are needed.
     """
 
     def __init__(self, count: int, leaves: tuple[Any, ...]) -> None:
@@ -282,10 +282,10 @@ class Left(BaseException):
 
 
 class _Mode(TorchFunctionMode):
-    """Replaces values derived from weights by fake tensors before a stage's first block; the rest runs as written.
+    """Replaces values derived from weights with fake tensors before a stage's first block; the rest runs as written.
 
-    ``on`` says whether the step is before that block. After it, ``seen`` receives the ids of the parameters that the
-    step uses.
+    ``on`` is True until the step reaches that block. After the block, ``seen`` receives the ids of the parameters that
+    the step uses.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
@@ -312,10 +312,10 @@ class _Mode(TorchFunctionMode):
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(written, Tensor) and not is_fake(written) and not is_weight(written):
             raise RuntimeError(
-                f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a value derived "
-                f"from a weight into another tensor in place ({name}). Later pipeline stages do not have the weight's "
-                "value, so they would continue with a wrong tensor. Use an operation that returns a new tensor, such "
-                "as torch.cat or torch.where."
+                f"Before it calls its first block, the step of {type(self.stages.module).__name__} writes a value "
+                f"derived from a weight into another tensor in place ({name}). Later pipeline stages do not have the "
+                "weight's value, so they would continue with a wrong tensor. Use an operation that returns a new "
+                "tensor, such as torch.cat or torch.where."
             )
 
 
@@ -325,7 +325,7 @@ def flatten(values: Any) -> tuple[list[Any], Any]:
 
 
 def _has_no_value(values: Any) -> bool:
-    """Whether an operation's arguments contain a weight or a value derived from one."""
+    """Return True if an operation's arguments contain a weight, or a value derived from a weight."""
     for value in values:
         if isinstance(value, Tensor):
             if isinstance(value, FakeTensor) or is_weight(value):
@@ -336,12 +336,12 @@ def _has_no_value(values: Any) -> bool:
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a value is a parameter, or a tensor that only other processes hold."""
+    """Return True if a value is a parameter, or a tensor that only other processes hold."""
     return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and leaf.is_meta)
 
 
 def is_fake(leaf: Any) -> bool:
-    """Whether a value is a tensor without values, from before a stage's first block."""
+    """Return True if this is a tensor without values, from before a stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 
@@ -359,7 +359,10 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
-    """Names and sizes of the blocks: the children of the container that distributes the most parameters."""
+    """Return the names and sizes of the blocks.
+
+    The blocks are the children of the container that divides the most parameters among its children.
+    """
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
         sizes = [_size(child) for child in own_modules(container).values() if child is not None]
@@ -377,14 +380,15 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
-            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), fewer than the {count} pipeline "
-            "stages. Use fewer stages (pipeline_parallel, virtual_stages), or name smaller pieces in split_points."
+            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} "
+            "pipeline stages. Use fewer stages (pipeline_parallel, virtual_stages), or name smaller modules in "
+            "split_points."
         )
     return names, sizes
 
 
 def even_split(sizes: Sequence[int], count: int) -> list[int]:
-    """The first block of each stage, chosen so that the largest stage is as small as possible and no stage is empty.
+    """Choose each stage's first block so that the largest stage is as small as possible and no stage is empty.
 
     Blocks without parameters stay with the block before them.
     """
@@ -409,16 +413,16 @@ def even_split(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Names of the blocks (the split points and their siblings), and the first block of each stage."""
+    """Return the names of the blocks (the split points and their siblings), and the first block of each stage."""
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
-            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names: the first "
+            f"split_points={split_points!r} must be a list of {count - 1} names for {count} pipeline stages: the first "
             "modules of the second and later stages."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:
         if name not in known:
-            raise ValueError(messages.unknown("name in split_points", name, known))
+            raise ValueError(messages.unknown("split_points name", name, known))
     parents = {name.rpartition(".")[0] for name in split_points}
     first = module.get_submodule(split_points[0])
     if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
@@ -428,8 +432,8 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if nested:
         raise ValueError(
-            f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the module cannot be "
-            "split there. Name modules that are not inside one another's siblings."
+            f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the model cannot be split "
+            "there. Name modules that are not inside siblings of one another."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):

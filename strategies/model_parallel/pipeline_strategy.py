@@ -1,4 +1,4 @@
-"""ModelParallelStrategy with ``pipeline_parallel`` above 1: the module is split into stages."""
+"""ModelParallelStrategy with ``pipeline_parallel`` greater than 1, which splits the module into stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PipelineSteps(Base):
-    """Places successive blocks on successive processes; comes before ModelParallelStrategy in a class's bases."""
+    """Places successive blocks on successive processes; must precede ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
 
@@ -50,12 +50,12 @@ class PipelineSteps(Base):
             if options.get(name, given) != given:
                 raise ValueError(
                     f"ModelParallelStrategy({name}=...) shards or recomputes blocks, which pipeline_parallel does not "
-                    f"support. Leave {name} out; checkpoint activations in the blocks' own forward."
+                    f"support. Leave {name} out. To checkpoint activations, do so in the blocks' own forward."
                 )
         if self._needs_sharding or self.asked["dp_shard"] not in ("auto", 1):
             raise ValueError(
                 f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, pipeline_parallel="
-                f"{self.asked['pp']}): the weights of a pipeline's stages cannot be sharded. Use "
+                f"{self.asked['pp']}): a pipeline's weights cannot be sharded. Use "
                 "data_parallel_replicate to replicate the pipeline, or add stages so that each needs less memory."
             )
         if self.asked["cp"] != 1:
@@ -65,8 +65,8 @@ class PipelineSteps(Base):
             )
         if self.loss_parallel:
             raise ValueError(
-                "ModelParallelStrategy: loss_parallel=True does not work with pipeline_parallel: the pipeline's "
-                "schedule runs backward, and does not support split logits. Leave loss_parallel out."
+                "ModelParallelStrategy: loss_parallel=True does not work with pipeline_parallel, because the "
+                "pipeline's schedule runs backward and does not support split logits. Leave loss_parallel out."
             )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
@@ -100,7 +100,7 @@ class PipelineSteps(Base):
         return pipeline.to_device(module)
 
     def _split_layers(self, module: nn.Module) -> None:
-        """Split layers for tensor parallelism, before the process drops the other stages."""
+        """Split layers for tensor parallelism before this process drops the other stages."""
         splitter = self._make_splitter(module)
         if splitter is None:
             return
@@ -112,7 +112,7 @@ class PipelineSteps(Base):
         splitter.finish()
 
     def _give_values(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values, one tensor at a time; layers without memory get initial values first."""
+        """Broadcast rank 0's values one tensor at a time, after initializing layers without memory."""
         self._materialize(module, torch.device("cpu"))
         with torch.no_grad(), self._at("broadcasting rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
@@ -200,12 +200,12 @@ class PipelineSteps(Base):
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """None: each stage only has the gradients of its own layers."""
+        """Return None, because each stage only has the gradients of its own layers."""
         return None
 
 
 def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with its sharded tensors gathered; every process of a stage must call this."""
+    """Return the state with its sharded tensors gathered; every process of a stage must call this."""
     return {
         key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""The weights of a pipeline: which process holds which weights, reduced gradients, and full state dicts."""
+"""A pipeline's weights: track which process holds which, reduce their gradients, and gather full state dicts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Weights:
     """The weights of a module that a pipeline runs.
 
     A process holds the weights of its stages' blocks and, at first, all weights outside the blocks. The first training
-    step shows which processes use these weights; the other processes then move them to the meta device. If several
-    processes use a weight (tied weights), its gradients are summed over them.
+    step shows which processes use the weights outside the blocks; the other processes then move these weights to the
+    meta device. If several processes use a weight (tied weights), its gradients are summed across these processes.
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
@@ -71,7 +71,7 @@ class Weights:
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def set_gradients_aside(self) -> None:
-        """Keep the gradients of the window's earlier batches, so that the next batch starts without any."""
+        """Store the gradients of the window's earlier batches, so that the next batch starts without gradients."""
         self._earlier = [(p, p.grad) for p in self._held if p.grad is not None]
         for parameter, _ in self._earlier:
             parameter.grad = None
@@ -86,7 +86,7 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """For each weight that several processes hold: whether this process uses it, and whether it has a gradient."""
+        """Return two integers per shared weight: whether this process uses it, and whether it has a gradient."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
@@ -96,7 +96,10 @@ class Weights:
         return found
 
     def settle(self, use: list[int]) -> None:
-        """Process the combined :meth:`use` of all processes; in the first step, drop weights that only others use."""
+        """Process the results of :meth:`use`, combined across all processes.
+
+        In the first step, this also drops the weights that only other processes use.
+        """
         everyone, first, rank = set(range(self.pipeline.size)), self.seen is not None, self.pipeline.rank
         self.seen = None
         for name, users_bits, has_gradient in zip(self._shared, use[::2], use[1::2], strict=True):
@@ -113,7 +116,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of weights that several processes use; average all gradients over the pipeline's copies."""
+        """Sum gradients across the processes that share a weight; average all gradients over the pipeline's copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -161,7 +164,7 @@ class Weights:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Whether this process counts a gradient: only the first process that uses the weight does."""
+        """Return True if this process counts a gradient: only the first process that uses the weight does."""
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])
@@ -169,7 +172,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The full ``state_dict`` on the pipeline's first process; only this process's part on the others."""
+        """Return the full ``state_dict`` on the pipeline's first process; other processes return their own part."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -195,7 +198,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The full optimizer state on the pipeline's first process; only this process's part on the others."""
+        """Return the full optimizer state on the pipeline's first process; other processes return their own part."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state
@@ -206,14 +209,14 @@ class Weights:
         return {**state, "state": dict(sorted(found.items()))}
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of a full optimizer state."""
+        """Return this process's part of a full optimizer state."""
         indices = [index for group in state["param_groups"] for index in group["params"]]
         here = {index for index, p in zip(indices, parameters_of(optimizer), strict=True) if not p.is_meta}
         return {**state, "state": {index: entry for index, entry in state["state"].items() if index in here}}
 
     def _send_to_first(self, entries: Mapping[Any, Any]) -> None:
         first = self.pipeline.process_of(0)
-        for entry in (*entries.items(), None):  # one at a time, so that the first process never holds everything twice
+        for entry in (*entries.items(), None):  # one by one, so that the first process never holds two copies
             dist.send_object_list([entry], first, group=self.pipeline.host, device=_HOST)
 
     def _receive_from(self, rank: int) -> Iterator[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""One model distributed over a mesh: split layers, pipeline stages, sharded and replicated parameters."""
+"""One model distributed across a mesh: split layers, pipeline stages, sharded and replicated parameters."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ _SHARDING_ONLY = ("mixed_precision", "cpu_offload")
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """``"model_parallel"``: the processes form a mesh, and each of its dimensions distributes the work differently.
+    """``"model_parallel"``: arranges processes in a mesh; each mesh dimension distributes the work in its own way.
 
-    The product of the sizes is the number of processes. The ranks of a tensor-, context- or pipeline-parallel group see
-    the same data and draw the same random numbers, so dropout matches on ranks that hold the same tensors.
+    The product of the sizes must be the number of processes. The ranks of a tensor-, context- or pipeline-parallel
+    group see the same data and draw the same random numbers, so dropout matches on ranks that hold the same tensors.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         data_parallel_replicate: number of copies of the (sharded) model.
-        data_parallel_shard: number of processes over which each parameter is sharded, as by FSDPStrategy; ``"auto"``:
-            all processes that the other sizes leave over.
-        tensor_parallel: number of processes over which each layer is split; ``"auto"``: all processes on one machine.
-        pipeline_parallel: number of groups that hold successive layers.
-        context_parallel: number of processes over which a sequence is split.
-        plan: how layers are split: pattern of layer names (``"net.blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"``
-            or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"`` finds attentions with separate q, k
-            and v and pairs of linear layers by their names and shapes. Each process then computes some of an
-            attention's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not hard-code the
-            width. Use ``q.view(batch, length, self.num_heads, -1)``.
+        data_parallel_shard: number of processes to shard each parameter across, as FSDPStrategy does; ``"auto"`` uses
+            all processes that the other sizes leave free.
+        tensor_parallel: number of processes to split each layer across; ``"auto"`` uses all processes on one machine.
+        pipeline_parallel: number of process groups that hold successive layers.
+        context_parallel: number of processes to split each sequence across.
+        plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
+            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds attention
+            layers with separate q, k and v and pairs of linear layers by their names and shapes. Each process then
+            computes some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward``
+            must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
             Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
-        context_parallel_dims: the sequence dimension in a batch's tensors, for ``context_parallel``: ``1`` for
-            all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``). The step
-            gets one part of the sequence: the batch must contain positions, and labels that are already shifted; the
-            loss is a mean over that part, or comes with ``num_items``. Attention (``scaled_dot_product_attention``)
-            covers all parts. Evaluation runs on full sequences.
+        context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for
+            all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step
+            gets one part of each sequence, so the batch must contain positions, and labels that are already shifted.
+            The loss must be a mean over that part, or come with ``num_items``. Attention
+            (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences.
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
-        microbatches: number of micro-batches per batch for the pipeline; None: four per pipeline process.
-        virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
-        split_points: names of the first modules of the second and later stages; None: the children of the container
+        microbatches: number of micro-batches per batch for the pipeline; four per pipeline process if None.
+        virtual_stages: number of stages on each process, for the interleaved schedule; 2 by default.
+        split_points: names of the first modules of the second and later stages; if None, the children of the container
             with the most parameters are distributed evenly.
         **options: arguments of FSDPStrategy, such as ``wrap``, ``mixed_precision`` and ``activation_checkpointing``.
     """
@@ -84,7 +84,7 @@ class ModelParallelStrategy(FSDPStrategy):
     names: ClassVar[tuple[str, ...]] = ("model_parallel",)
 
     def __new__(cls, *args: Any, **options: Any) -> ModelParallelStrategy:
-        """With ``pipeline_parallel`` above 1, create the subclass that runs pipelines."""
+        """Create the subclass that runs pipelines if ``pipeline_parallel`` is greater than 1."""
         stages = options.get("pipeline_parallel", 1)
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
@@ -120,7 +120,7 @@ class ModelParallelStrategy(FSDPStrategy):
             if value is not None and pipeline_parallel == 1:
                 raise ValueError(
                     f"ModelParallelStrategy({name}={value!r}) has no effect without a pipeline. Set "
-                    "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
+                    f"pipeline_parallel to the number of processes that hold successive layers, or leave {name} out."
                 )
         self.asked: dict[str, int | str] = {
             "pp": _size("pp", pipeline_parallel, auto=False),
@@ -139,9 +139,9 @@ class ModelParallelStrategy(FSDPStrategy):
         self.context_dims = context_parallel_dims
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know their "
-                "dimension in a batch's tensors. Pass context_parallel_dims: 1 for dimension 1 of all "
-                "tensors, or {'input_ids': 1, 'labels': 1, 'position_ids': 1}."
+                f"ModelParallelStrategy(context_parallel={context_parallel}) needs to know which dimension of a "
+                "batch's tensors is the sequence. Pass context_parallel_dims=1 for dimension 1 of all tensors, or "
+                "context_parallel_dims={'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
@@ -163,13 +163,14 @@ class ModelParallelStrategy(FSDPStrategy):
             logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
 
     def _mesh(self) -> DeviceMesh:
-        """The mesh of the processes over which parameters are sharded."""
+        """Return the mesh of the processes that parameters are sharded across."""
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
-        """The mesh of the processes that share parameters along these dimensions.
+        """Return the mesh of the processes that share parameters along these dimensions.
 
-        Parts of a sequence are different data, just like different samples, so parameters are sharded over them too.
+        Processes with different parts of a sequence see different data, just as with different samples, so parameters
+        are sharded across them too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]
@@ -177,17 +178,17 @@ class ModelParallelStrategy(FSDPStrategy):
             self._flat = init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(flat))
         mesh = self._flat or self.mesh
         if mesh is None:
-            raise RuntimeError("The mesh of ModelParallelStrategy only exists after setup_environment().")
+            raise RuntimeError("ModelParallelStrategy has no mesh yet. Call setup_environment() first.")
         return mesh[axes]
 
     def place_on(self, axis: str) -> int:
-        """This process's coordinate along a mesh dimension, 0-based."""
+        """Return this process's coordinate along a mesh dimension, 0-based."""
         inner = math.prod(self.axis_sizes[a] for a in AXES[AXES.index(axis) + 1 :])
         return self.global_rank // inner % self.axis_sizes[axis]
 
     @property
     def spreads_data(self) -> bool:
-        """Whether parameters are sharded or replicated over processes that see different data."""
+        """Whether parameters are sharded or replicated across processes that see different data."""
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class ModelParallelStrategy(FSDPStrategy):
             self._splitter = None
 
     def _make_splitter(self, module: nn.Module) -> Splitter | None:
-        """The object that splits layers for tensor parallelism; None without tensor parallelism."""
+        """Return the object that splits layers for tensor parallelism; None if there is no tensor parallelism."""
         if self.axis_sizes["tp"] == 1:
             return None
         plan = None if self.plan == "auto" else self.plan
@@ -235,7 +236,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return super().wrap_for_training(module)
 
     def _agree_on_random_numbers(self) -> None:
-        """Make ranks draw the same random numbers if they see the same data, and different ones otherwise."""
+        """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
         on_gpu = self.device.type == "cuda"
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
         states = self.broadcast(states)
@@ -255,7 +256,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients the way torch's scaler does; an overflow on one rank counts on all ranks."""
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts on all ranks."""
         parameters = parameters_of(optimizer)
         parts.settle(parameters)
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
@@ -266,7 +267,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return {found.device: found}
 
     def _group_of_overflow(self) -> Any:
-        """The processes that agree on overflows; None means all."""
+        """Return the group of the processes that agree on overflows; None means all processes."""
         return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -283,8 +284,8 @@ class ModelParallelStrategy(FSDPStrategy):
         if size > 1 and isinstance(error, RuntimeError):
             if "is invalid for input of size" in text or "must match the size of tensor" in text:
                 return RuntimeError(
-                    f"{text}. With tensor_parallel={size} each process computes 1/{size} of an attention's heads, so "
-                    "q, k and v are narrower than the module's input. Do not hard-code the width: use "
+                    f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention layer's "
+                    "heads, so q, k and v are narrower than the module's input. Do not hard-code the width: use "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
                     "count this process's heads) and y.reshape(batch, length, -1) after it; or leave the layer out "
                     "with plan={...}."
@@ -293,7 +294,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 return RuntimeError(
                     "An operation got both a sharded parameter and a plain tensor. Call the parameter's layer instead "
                     "of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
-                    "with plan={...}; outside a step use trainer.strategy.model_state(module)."
+                    "with plan={...}; outside a step, use trainer.strategy.model_state(module)."
                 )
         return super().explain(error)
 
@@ -316,7 +317,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._data_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """The value over the ``data_group``, because processes that split layers have seen the same samples."""
+        """Return the value across the ``data_group``, because processes that split layers see the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)
@@ -361,7 +362,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """False for a hint that torch logs on every process: a tensor split along two dimensions needs two gathers."""
+    """Return False for torch's hint, logged on every process, that some tensors are split in two dimensions."""
     return "sequential" not in str(record.msg)
 
 
@@ -375,13 +376,16 @@ def _size(axis: str, value: Any, auto: bool = True) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         more = ", or 'auto'" if auto else ""
         raise ValueError(
-            f"ModelParallelStrategy: {ARGUMENTS[axis]}={value!r} is not a number of processes. Pass 1 or more{more}."
+            f"ModelParallelStrategy: {ARGUMENTS[axis]}={value!r} is not a valid number of processes. Pass 1 or "
+            f"more{more}."
         )
     return value
 
 
 def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
-    """The size of each mesh dimension; ``tensor_parallel="auto"`` means ``per_node``, the processes on one machine.
+    """Return the size of each mesh dimension.
+
+    ``tensor_parallel="auto"`` means ``per_node``, the number of processes on one machine.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes.
@@ -391,7 +395,7 @@ def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -
     found = {axis: world_size // others if size == "auto" else int(size) for axis, size in sizes.items()}
     if math.prod(found.values()) != world_size:
         factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size not in (1, "auto"))
-        what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, not"
+        what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, which is not"
         raise ValueError(
             f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "
             "or the number of processes (devices=, num_nodes=)."

@@ -1,8 +1,8 @@
-"""Split layers over processes, by a user's plan or automatically, in the two ways that a linear layer can be split.
+"""Split layers across processes, by a user's plan or automatically, in the two ways that a linear layer can be split.
 
 Two linear layers are split together if the operations between them treat each feature, or each attention head,
-independently: the first layer by its outputs, the second by its inputs. Such a pair needs one sum over processes in
-forward, and one in backward (Shoeybi et al., Megatron-LM, 2019).
+independently: the first layer by its outputs, the second by its inputs. Such a pair needs one sum across processes in
+forward and one in backward (Shoeybi et al., Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SAME = 0.05
 
 
 class Splitter:
-    """Splits the layers of a module over the processes of a mesh, one at a time and in place.
+    """Splits a module's layers across the processes of a mesh, one at a time and in place.
 
     Args:
-        module: the same on every process.
+        module: the module; it must be the same on every process.
         mesh: a 1-D mesh.
-        plan: pattern of layer names (``"blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle``;
-            None: find linear layers that can be split.
+        plan: a mapping from patterns of layer names (``"blocks.*.attn.q"``) to ``"colwise"``, ``"rowwise"`` or a
+            ``ParallelStyle``; if None, find linear layers that can be split.
         logits: also split the layer that computes the logits, by its outputs, for :class:`SplitLoss`.
 
     Attributes:
@@ -74,10 +74,10 @@ class Splitter:
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
 
     def check(self, name: str) -> None:
-        """Compare the output of a split network with the output of the unsplit network.
+        """Compare the output of a split network with that of the unsplit network.
 
         Raises:
-            ValueError: they differ, because an operation between the layers needs all features.
+            ValueError: the outputs differ, because an operation between the layers needs all features.
         """
         network, tensors, split_ones = self.module.get_submodule(name), {}, {}
         if not self.automatic or name not in self.found.networks:
@@ -85,7 +85,7 @@ class Splitter:
         generator = torch.Generator().manual_seed(0)
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if parameter.is_meta:  # it has no values yet, but random values are enough here
+            if parameter.is_meta:  # the parameter has no values yet, but random values are enough here
                 values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
                 tensors[key] = values.to(self.mesh.device_type, parameter.dtype)
                 split_ones[key] = cut_if_fits(tensors[key], parameter)
@@ -97,20 +97,21 @@ class Splitter:
         try:
             with torch.no_grad():
                 whole, split = functional_call(network, tensors, x), functional_call(network, split_ones, x)
-        except Exception:  # its forward does not take a single tensor
+        except Exception:  # the network's forward does not take a single tensor
             return
         finally:
             network.train(training)
         if not (isinstance(whole, Tensor) and (whole - split).norm() > _SAME * whole.norm()):
             return
         raise ValueError(
-            f"The output of {type(network).__name__} ({name}) changes when its layers are split over "
-            f"tensor_parallel={self.mesh.size()} processes: an operation between them needs all features at once (a "
-            "softmax, a normalization). Pass a plan without this network: plan={'...': 'colwise', ...}."
+            f"The output of {type(network).__name__} ({name}) changes when its layers are split across "
+            f"tensor_parallel={self.mesh.size()} processes, because an operation between them needs all features at "
+            "once (such as a softmax or a normalization). Pass a plan without this network: plan={'...': 'colwise', "
+            "...}."
         )
 
     def finish(self) -> None:
-        """Set the number of heads that each split attention computes in this process, and report the result."""
+        """Set the number of heads that each split attention layer computes in this process, and report the result."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
@@ -119,16 +120,18 @@ class Splitter:
                 setattr(owner, attribute, whole // self.mesh.size())
                 changed[f"{type(owner).__name__}.{attribute}"] = f"{whole} -> {whole // self.mesh.size()}"
         if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
-            torch.backends.mha.set_fastpath_enabled(False)  # it does not call the layers' own forward
+            torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call the layers' own forward
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
     if not found.columns:
-        why = "; ".join(found.left) or "it has neither an attention with separate q, k, v nor a pair of linear layers"
+        why = (
+            "; ".join(found.left) or "it has no attention layer with separate q, k and v, and no pair of linear layers"
+        )
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
-            "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "
+            "Pass plan={'layer name': 'colwise' or 'rowwise', ...}, or use data_parallel_shard (strategy='fsdp'), "
             "which works with any model."
         )
     styles: dict[str, ParallelStyle] = {name: Columns() for name in found.columns}
@@ -160,10 +163,10 @@ def _style(pattern: str, wanted: Any) -> ParallelStyle:
         return Columns() if wanted == "colwise" else Rows()
     raise ValueError(
         messages.unknown(
-            f"style for {pattern!r} in ModelParallelStrategy(plan=...)",
+            "style",
             wanted,
             STYLES,
-            ", or pass a ParallelStyle of torch.distributed.tensor.parallel",
+            f" for {pattern!r} in plan=..., or pass a ParallelStyle from torch.distributed.tensor.parallel",
         )
     )
 
@@ -182,14 +185,14 @@ def _listed(names: list[str], limit: int = 12) -> str:
 
 
 def _gives_local(style: ParallelStyle | None) -> bool:
-    """Whether a layer's output is a plain tensor with only this process's features."""
+    """Return True if a layer's output is a plain tensor with only this process's features."""
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(p.is_shard() for p in style.output_layouts)
     return isinstance(style, Columns)
 
 
 def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int, automatic: bool) -> None:
-    said = f"Tensor parallel over {size} processes: {len(styles)} layers are split"
+    said = f"Tensor parallelism across {size} processes: {len(styles)} layers are split"
     if automatic:
         kinds = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in styles})
         said += f" ({_listed(kinds)})"
@@ -216,7 +219,7 @@ class SplitLoss(TorchFunctionMode):
             return func(*args, **(kwargs or {})).full_tensor()
 
     def bind(self, step: Callable[..., T], training: bool) -> Callable[..., T]:
-        """Return a function that runs the step in this context."""
+        """Return a function that runs the step inside this mode."""
 
         def with_split_loss(*args: Any) -> T:
             with self:
@@ -233,7 +236,7 @@ class SplitLoss(TorchFunctionMode):
 
 
 class Columns(ParallelStyle):
-    """Each process computes some of a linear layer's outputs from all inputs."""
+    """Splits a linear layer so that each process computes some of its outputs from all inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = 1 if is_transposed(module) else 0
@@ -243,7 +246,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Each process multiplies its own inputs (the outputs of a :class:`Columns` layer); the results are summed."""
+    """Splits a linear layer by its inputs (the outputs of a :class:`Columns` layer); the results are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = 0 if is_transposed(module) else 1
@@ -253,7 +256,7 @@ class Rows(ParallelStyle):
 
 
 class OfEachHead(ParallelStyle):
-    """A layer with the same weights for every head; its gradient is summed over the processes' heads."""
+    """Handles a layer with the same weights for every head: its gradient is summed across the processes' heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut(module, device_mesh, {name: Replicate() for name, _ in _own_parameters(module)})
@@ -302,7 +305,7 @@ def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The input of split layers; its gradient is summed over processes once for all of these layers."""
+    """Return the input of split layers; its gradient is summed across processes once for all of these layers."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     found = getattr(x, "_split_over", None)

@@ -1,4 +1,4 @@
-"""Find the layers of a model that can be split over processes, by their names and shapes."""
+"""Find the layers of a model that can be split across processes, by their names and shapes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ...torch_private import Convolution
 
 _Q = ("q", "q_proj", "query", "query_proj", "wq", "w_q", "W_q", "Wq", "to_q", "q_lin", "q_linear", "linear_q")
-#: Names of an attention's three projections, by the name of the first.
+#: Names of an attention's three projections, keyed by the name of the first.
 PROJECTIONS = {
     q: tuple(q.replace("query", word) for word in ("query", "key", "value"))
     if q.startswith("query")
     else tuple(q.replace("q", letter, 1) for letter in "qkv")
     for q in _Q
 } | {"queries": ("queries", "keys", "values")}
-#: Names of the layer that joins an attention's heads.
+#: Possible names of the layer that joins an attention's heads.
 JOINS = ("o", "o_proj", "out_proj", "out", "wo", "w_o", "W_o", "Wo", "to_out", "out_lin", "out_linear", "output_proj",
          "proj", "c_proj", "dense", "output", "proj_out", "o_linear", "linear_o", "linear_out")  # fmt: skip
-#: Layer names of a small network: the layers that get its input, and the one that computes its output.
+#: Layer names of an MLP: the layers that get its input, and the one that computes its output.
 NETWORKS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -45,9 +45,9 @@ HEAD_DIMS = ("head_dim", "d_head", "dim_head", "head_size", "attention_head_size
 #: Attributes with the total width of all heads.
 WIDTHS = ("all_head_size", "inner_dim")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "Wqkv", "to_qkv", "attn_qkv", "to_kv", "kv_proj")
-#: Names of the layer that computes the logits.
+#: Possible names of the layer that computes the logits.
 LAST = ("head", "lm_head", "output", "classifier", "logits", "unembed", "to_logits", "out", "decoder", "proj_out")
-#: Featurewise operations: they may stand between the two linear layers of a network.
+#: Featurewise operations, which may stand between the two linear layers of a network.
 FEATUREWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid,
     nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Identity,
@@ -57,7 +57,7 @@ FEATUREWISE = (
 
 @dataclass
 class Attention:
-    """An attention whose heads can be split over processes."""
+    """An attention layer whose heads can be split across processes."""
 
     name: str
     projections: tuple[str, str, str]
@@ -73,8 +73,9 @@ class Attention:
         for count, what in ((self.heads, "heads"), (self.key_heads, "key and value heads")):
             if count % size:
                 raise ValueError(
-                    f"{kind} ({self.name}) has {count} {what}, which cannot be split over tensor_parallel={size} "
-                    "processes. Choose a divisor of the number of heads, or a plan without this layer."
+                    f"{kind} ({self.name}) has {count} {what}, which cannot be split across tensor_parallel={size} "
+                    "processes. Set tensor_parallel to a divisor of the number of heads, or pass a plan without this "
+                    "layer."
                 )
 
 
@@ -85,19 +86,22 @@ class Found:
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
-    #: Modules that consist of one small network, found by its layer names.
+    #: Modules that consist of one MLP, found by its layer names.
     networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer stores its weight as (inputs, outputs), as in the first GPT."""
+    """Return True if a linear layer stores its weight as (inputs, outputs), as GPT-2 in transformers does."""
     return type(layer).__name__ == "Conv1D" and getattr(layer, "nf", None) is not None
 
 
 def find(module: nn.Module, size: int, strict: bool = True) -> Found:
-    """Find attentions and small networks to split over ``size`` processes; indivisible heads raise if ``strict``."""
+    """Find attention layers and MLPs to split across ``size`` processes.
+
+    If ``strict``, heads that cannot be split evenly raise an error.
+    """
     found = Found()
     shared = _shared_weights(module)
     for name, owner in module.named_modules():
@@ -111,10 +115,12 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
 
 
 def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
-    """The linear layer that computes a model's logits and can be split over ``size`` processes; not one of ``taken``.
+    """Find the linear layer that computes a model's logits and can be split across ``size`` processes.
+
+    Layers in ``taken`` are ignored.
 
     Raises:
-        ValueError: there is none, it shares its weight, or ``size`` does not divide its number of outputs.
+        ValueError: there is no such layer, it shares its weight, or ``size`` does not divide its number of outputs.
     """
     taken = set(taken)
     named = [
@@ -131,18 +137,18 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     if id(head) in _shared_weights(module):
         raise ValueError(
             f"ModelParallelStrategy(loss_parallel=True): {name} shares its weight with another layer, which needs the "
-            "full weight. Untie them, or leave loss_parallel out."
+            "full weight. Untie the two layers, or leave loss_parallel out."
         )
     if _outputs(head) % size:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True): the {_outputs(head)} outputs of {name} cannot be split over "
+            f"ModelParallelStrategy(loss_parallel=True): the {_outputs(head)} outputs of {name} cannot be split across "
             f"tensor_parallel={size} processes. Pad them to a multiple of {size}, or leave loss_parallel out."
         )
     return name
 
 
 def _shared_weights(module: nn.Module) -> set[int]:
-    """Layers that share a weight, by id."""
+    """Return the ids of layers that share a weight."""
     owners: dict[int, list[int]] = {}
     for layer in module.modules():
         for parameter in layer.parameters(recurse=False):
@@ -151,7 +157,7 @@ def _shared_weights(module: nn.Module) -> set[int]:
 
 
 def _layers(owner: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers among a module's children, or at the start of a child Sequential or ModuleList."""
+    """Return the linear layers among a module's children, or at the start of a child Sequential or ModuleList."""
     found = {}
     for key, child in owner.named_children():
         if _linear(child):
@@ -168,7 +174,7 @@ def _linear(layer: nn.Module) -> bool:
 
 
 def inputs(layer: nn.Module) -> int:
-    """Number of input features of a linear layer."""
+    """Return the number of input features of a linear layer."""
     return _weight(layer).shape[0 if is_transposed(layer) else 1]
 
 
@@ -217,7 +223,7 @@ def _find_attention(
 def _find_join(
     root: nn.Module, name: str, owner: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, str, str]
 ) -> str | None:
-    """The layer that joins the heads: a child, or (in BERT) ``output.dense`` of the parent module."""
+    """Return the layer that joins the heads: a child, or (in BERT) ``output.dense`` of the parent module."""
     width = _outputs(layers[projections[2]])
     near = [key for key, layer in layers.items() if key not in projections]
     named = [key for key in near if key.removesuffix(".0").rpartition(".")[2] in JOINS]
@@ -243,7 +249,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """The attention, with head counts from the module's attributes; None if it has no such attributes."""
+    """Describe the module as an attention layer with head counts from its attributes; None if it has none."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
@@ -301,11 +307,11 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
 
 
 def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Pairs of (layers that get the input, layer that computes the output) among a module's children."""
+    """Yield pairs (layers that get the input, layer that computes the output) among a module's children."""
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
-    layers = _layers(owner) if name else {}  # a whole model's forward may use its own layers in any way
+    layers = _layers(owner) if name else {}  # an entire model's forward may use its own layers in any way
     for ups, down in NETWORKS:
         if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down
@@ -313,7 +319,7 @@ def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], st
 
 
 def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Pairs of successive linear layers of a Sequential, with only featurewise functions between them."""
+    """Yield pairs of successive linear layers in a Sequential with only featurewise functions between them."""
     kept = [(key, layer) for key, layer in owner.named_children() if not isinstance(layer, FEATUREWISE)]
     last = ""
     for (one, first), (other, second) in pairwise(kept):
@@ -323,7 +329,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Whether no other child can need all hidden features; a child with weights of that width could."""
+    """Return True if no other child can need all hidden features. A child with weights of that width could."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

@@ -1,4 +1,4 @@
-"""The interface of precisions, and the precisions that compute in the dtype of the weights."""
+"""The Precision interface, and the precisions that compute in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 
 
 class Precision:
-    """The dtypes that a run computes in. This class is ``"32-true"``: all tensors keep the user's dtypes.
+    """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
     What happens in each step is decided when the run starts: :meth:`bind_forward` returns the step itself if it needs
     no context.
@@ -44,30 +44,30 @@ class Precision:
         """Set the device to compute on. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Set the optimizers; raises if this precision cannot step one of them."""
+        """Register the optimizers; raises if this precision does not work with one of them."""
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         """Return the function that the loop calls in place of ``step``; it may run the step in autocast."""
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context in which :meth:`bind_forward` runs a step, for use elsewhere."""
+        """Return the context in which :meth:`bind_forward` runs a step, for use elsewhere."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Context for a backward pass inside a step (manual optimization), outside the step's autocast."""
+        """Context manager for a backward pass inside a step (manual optimization); it turns the step's autocast off."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Context in which new layers get this precision's dtype and ``device``."""
+        """Context manager that creates layers on ``device``, in this precision's dtype."""
         return device
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """:meth:`init_context` on torch's default device."""
+        """Like :meth:`init_context`, but on torch's default device."""
         return self.init_context(torch.get_default_device())
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """:meth:`module_init_context`, for tensors."""
+        """Like :meth:`module_init_context`, but for tensors."""
         return self.module_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -83,11 +83,14 @@ class Precision:
         return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The scaled loss to run backward on, shape ()."""
+        """Return the scaled loss to run backward on, shape ()."""
         return loss
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
-        """The current loss scale, or the next loss's, shape (); None unless several optimizers share one."""
+        """Return the loss scale that several optimizers share, shape (); None if no scale is shared.
+
+        This is the current scale or, with ``of_next_loss``, the next loss's scale.
+        """
         return None
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -102,23 +105,23 @@ class Precision:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint (the loss scale)."""
+        """Return the state to save in a checkpoint: the loss scale."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the state from :meth:`state_dict`."""
 
 
 class TruePrecision(Precision):
     """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors have one dtype.
 
-    Complex tensors become complex128 with ``"64-true"``, and do not change otherwise. With 16 bits, weights are rounded
-    and small updates get lost, so mixed precision is better for training.
+    Complex tensors become complex128 with ``"64-true"`` and do not change with the other two. With 16 bits, weights are
+    rounded and small updates are lost, so mixed precision is better for training.
     """
 
     def __init__(self, name: TrueName = "bf16-true") -> None:
         if name not in DTYPES:
-            raise ValueError(f"TruePrecision({name!r}): choose one of {', '.join(map(repr, DTYPES))}.")
+            raise ValueError(f"TruePrecision does not support {name!r}. Choose one of {', '.join(map(repr, DTYPES))}.")
         self.name = name
         self.input_dtype = DTYPES[name]
 
@@ -158,17 +161,17 @@ class TruePrecision(Precision):
 
 
 class DoublePrecision(TruePrecision):
-    """``"64-true"``."""
+    """The precision ``"64-true"``."""
 
     def __init__(self) -> None:
         super().__init__("64-true")
 
 
 class HalfPrecision(TruePrecision):
-    """``"16-true"`` or ``"bf16-true"``.
+    """The precision ``"16-true"`` or ``"bf16-true"``.
 
     Args:
-        precision: which of the two.
+        precision: one of these two names.
     """
 
     def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:
@@ -176,12 +179,12 @@ class HalfPrecision(TruePrecision):
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters of an optimizer."""
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The current gradients of an optimizer's parameters."""
+    """Return the current gradients of an optimizer's parameters."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""Make a Precision from a name."""
+"""Create a Precision from a name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ALIASES: dict[str, PrecisionName] = {
 
 
 def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
-    """The Precision for ``Trainer(precision=..., plugins=...)`` on a kind of device.
+    """Return the Precision for ``Trainer(precision=..., plugins=...)`` on a kind of device.
 
     Raises:
-        ValueError: an unknown name, a contradiction, or a dtype that the device does not support.
+        ValueError: the name is unknown, the arguments contradict each other, or the device does not support the dtype.
     """
     plugin = _plugin(plugins)
     if isinstance(precision, Precision):
@@ -50,7 +50,8 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
     if kind == "mps" and name == "64-true":
         raise ValueError(
-            "Trainer(precision='64-true'): Apple's MPS device has no float64. Use '32-true', or accelerator='cpu'."
+            "Trainer(precision='64-true'): Apple's MPS device does not support float64. Use '32-true', or "
+            "accelerator='cpu'."
         )
     if name == "32-true":
         return Precision()

@@ -24,19 +24,19 @@ DTYPES: dict[MixedName, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed":
 
 
 class MixedPrecision(Precision):
-    """``"16-mixed"`` and ``"bf16-mixed"``.
+    """The precisions ``"16-mixed"`` and ``"bf16-mixed"``: float32 weights, with 16-bit computation in autocast.
 
-    With fp16 the loss is scaled so that small gradients do not vanish (Micikevicius et al., Mixed Precision Training,
+    With fp16, the loss is scaled so that small gradients do not vanish (Micikevicius et al., Mixed Precision Training,
     2018). A step whose gradients overflow is skipped: ``global_step`` and schedulers do not advance, and
     ``skipped_steps`` counts it.
 
     Args:
-        precision: one of the two names.
-        device: the kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; None: the
-            strategy's.
+        precision: one of these two names.
+        device: the kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; the
+            strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
-        autocast: if False, the forward computes in the dtype of weights and inputs.
-        cache: whether a weight is converted once per forward instead of at each use; None: torch's default.
+        autocast: if False, the forward pass computes in the dtype of the weights and inputs.
+        cache: whether a weight is converted once per forward pass instead of at each use; torch's default if None.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class MixedPrecision(Precision):
         cache: bool | None = None,
     ) -> None:
         if precision not in DTYPES:
-            raise ValueError(f"MixedPrecision({precision!r}): choose one of {', '.join(map(repr, DTYPES))}.")
+            raise ValueError(
+                f"MixedPrecision does not support {precision!r}. Choose one of {', '.join(map(repr, DTYPES))}."
+            )
         if scaler is not None and precision != "16-mixed":
             raise ValueError(
                 f"MixedPrecision({precision!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out."
@@ -79,7 +81,7 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """:meth:`forward_context`, but weights are converted at each use, so they may change inside the context."""
+        """Like :meth:`forward_context`, but converts weights at each use, so they may change inside the context."""
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> torch.autocast:
@@ -136,9 +138,8 @@ class MixedPrecision(Precision):
         if not gradients(optimizer):
             return super().optimizer_step(optimizer)
         self.unscale_gradients(optimizer)
-        self.scaler.step(
-            optimizer
-        )  # this already waits for the device, so reading the overflow flags costs nothing more
+        # step already waits for the device, so reading the overflow flags adds no wait.
+        self.scaler.step(optimizer)
         found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True
@@ -148,14 +149,14 @@ class MixedPrecision(Precision):
         return not skipped
 
     def inverse_scale(self) -> Tensor:
-        """The factor that unscales gradients, shape (), for a strategy that keeps gradients elsewhere."""
+        """Return the factor that unscales gradients, shape (), for a strategy that stores gradients elsewhere."""
         return scale_of(self.scaler).double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
-        """Adjust the scale after a step, or a skipped step, if the strategy unscaled the gradients itself.
+        """Adjust the scale after a step (taken or skipped) whose gradients the strategy unscaled itself.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: the optimizer of the step.
             overflow: 1 if a gradient was not finite, else 0; scalar, float32.
         """
         state = scaler_states(self.scaler)[id(optimizer)]

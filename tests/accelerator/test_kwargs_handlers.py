@@ -69,11 +69,11 @@ def test_e8_two_handlers_of_one_kind_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (3, "holds 3, which is not a handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
-        (None, "holds None"),
+        (3, "got 3, which is not a handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
+        (None, "got None"),
         (AutocastKwargs, r"Did you mean AutocastKwargs\(\)\?"),
-        (TorchDynamoPlugin(), r"belongs to Accelerator\(dynamo_plugin=...\)"),
-        (ParallelismConfig(), r"belongs to Accelerator\(parallelism_config=...\)"),
+        (TorchDynamoPlugin(), r"Pass it as Accelerator\(dynamo_plugin=...\)"),
+        (ParallelismConfig(), r"Pass it as Accelerator\(parallelism_config=...\)"),
     ],
 )
 def test_e8_what_is_no_handler_is_refused_and_the_handlers_are_named(given: Any, match: str) -> None:

@@ -215,8 +215,8 @@ def test_batches_that_a_script_skips_after_load_state_has_skipped_are_named(
     assert found.seen == alone.seen[done + lost :]
     which = f"batch {done + 1}" if lost == 1 else f"batches {done + 1} to {done + lost}"
     assert len(said) == 1
-    assert f"the loop took {which} of epoch 0 from the loader and did not train on" in said[0]
-    assert "delete the code that skips (such as `if step < resume_step: continue`)" in said[0]
+    assert f"the loop took {which} of epoch 0 from the loader but did not train on" in said[0]
+    assert "Delete the code that skips batches (such as `if step < resume_step: continue`)" in said[0]
 
 
 def test_so_are_those_of_the_next_epoch_where_the_state_was_at_the_end_of_one(tmp_path: Path) -> None:
@@ -241,8 +241,8 @@ def test_a_script_that_drops_all_it_had_left_gets_a_note_without_a_location_when
         steps, said = warned(run)
     assert steps == 0
     assert said == []
-    assert "took batch 6 of epoch 2 from the loader and did not train on it" in caplog.text
-    assert "delete the code that skips" in caplog.text
+    assert "took batch 6 of epoch 2 from the loader but did not train on it" in caplog.text
+    assert "Delete the code that skips batches" in caplog.text
 
 
 @pytest.mark.parametrize("after", ["the same loader", "another loader", "nothing"])
@@ -266,7 +266,7 @@ def test_a_pass_that_counts_or_evaluates_is_told_that_it_had_the_rest_of_the_epo
         _, said = warned(run)
     (text,) = said or [text for text in caplog.messages if "did not train" in text]
     assert bool(said) == (after != "nothing")
-    assert "the loop took batches 4 to 6 of epoch 0 from the loader and did not train on them." in text
+    assert "the loop took batches 4 to 6 of epoch 0 from the loader but did not train on them." in text
     assert "The pass covered only the rest of epoch 0" in text
     assert "To count or evaluate all batches, use a separate loader." in text
 
@@ -301,7 +301,7 @@ def test_where_a_pass_continues_is_said_and_so_is_a_skip_that_has_no_effect(
     assert not said
     assert "The next pass over loader 0 continues epoch 0 after batch 3" in caplog.text
     for number in (3, 2):
-        assert f"skip_first_batches(loader, {number}) after accelerator.load_state has no effect" in caplog.text
+        assert f"skip_first_batches(loader, {number}) has no effect after accelerator.load_state" in caplog.text
     Script(Accelerator).whole(tmp_path / "s", 6)
     Script(Accelerator).accelerator.load_state(tmp_path / "s")
     assert "saved at the last batch of epoch 0, so the next pass over loader 0 is epoch 1" in caplog.text
@@ -370,7 +370,7 @@ def test_under_the_stand_in_a_script_that_does_not_skip_begins_the_epoch_again(
         assert all(p.grad is None for p in script.model.parameters())
         idiom(script, 0, 0)
         assert script.seen == alone.seen
-    assert "saved after batch 3 of epoch 0, but the loop starts that epoch again" in caplog.text
+    assert "saved after batch 3 of epoch 0, but the loop restarts that epoch" in caplog.text
     found = gone_on(StandIn, tmp_path / "s", sets_epochs, 1, 0, steps=2, **given)
     assert found.seen == alone.seen[BATCHES:]
 

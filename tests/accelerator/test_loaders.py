@@ -205,16 +205,16 @@ def test_split_batches_cuts_each_batch_in_as_many_parts_as_there_are_ranks(count
 
 
 def test_split_batches_refuses_a_batch_that_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match="batch_size=3 is not divisible by 2"):
+    with pytest.raises(ValueError, match="must be divisible by 2, but it is 3"):
         prepared(DataLoader(Numbers(9), 3), 0, 2, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size=None is not divisible by 2"):
+    with pytest.raises(ValueError, match="must be divisible by 2, but it is None"):
         prepared(DataLoader(Numbers(9), None), 0, 2, split_batches=True)
 
     class Mine(BatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
             return reversed(list(super().__iter__()))
 
-    with pytest.raises(ValueError, match="cannot cut the batches of a Mine"):
+    with pytest.raises(ValueError, match="cannot split the batches of a Mine"):
         prepared(
             DataLoader(Numbers(8), batch_sampler=Mine(SequentialSampler(range(8)), 2, False)), 0, 2, split_batches=True
         )

@@ -17,7 +17,7 @@ def test_j6_the_product_of_the_sizes_must_be_the_number_of_processes() -> None:
     config = ParallelismConfig(dp_replicate_size=2, tp_size=3)
     options = Options(mesh=config.options(), written={"mesh": config.written})
     options.check_size(6)
-    with pytest.raises(ValueError, match=r"dp_replicate_size=2, tp_size=3\) asks for 6 processes, .* processes is 4"):
+    with pytest.raises(ValueError, match=r"dp_replicate_size=2, tp_size=3\) needs 6 processes, but this run has 4"):
         options.check_size(4)
 
 

@@ -64,12 +64,12 @@ def test_e5_modes_are_passed_on_and_others_refused() -> None:
         ValueError, match=r"Unknown mode in TorchDynamoPlugin 'max-autotun'. Did you mean 'max-autotune'"
     ):
         TorchDynamoPlugin(mode="max-autotun")
-    with pytest.raises(ValueError, match="takes only one of the two"):
+    with pytest.raises(ValueError, match="accepts only one of the two"):
         TorchDynamoPlugin(mode="max-autotune", options={"a": 1})
 
 
 def test_a_backend_that_is_not_installed_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"has no such backend here\. It has 'EAGER', .*'INDUCTOR'"):
+    with pytest.raises(ValueError, match=r"is not available in torch .*It has 'EAGER', .*'INDUCTOR'"):
         TorchDynamoPlugin(backend="fx2trt").compiler()
 
 
@@ -122,7 +122,7 @@ def test_a_window_is_as_long_as_the_plugin_the_settings_or_deepspeed_say(monkeyp
     }
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4\) contradicts .*num_steps=2"):
         choose_accumulation(given, resolve({"gradient_accumulation_steps": 4}))
-    with pytest.raises(ValueError, match="DeepSpeed has gradient_accumulation_steps=3, but the Accelerator has 2"):
+    with pytest.raises(ValueError, match="with gradient_accumulation_steps=3, but the Accelerator with 2"):
         choose_accumulation(given, resolve(), deepspeed)
     with pytest.raises(ValueError, match=r"num_steps=0 is not a valid number of micro-batches"):
         GradientAccumulationPlugin(num_steps=0)
@@ -137,7 +137,7 @@ def test_e10_deepspeed_fields_are_those_of_the_strategy(tmp_path: Path) -> None:
     assert given.options() == {"config": {"zero_optimization": {"stage": 1}}}
     assert given.decided("gradient_clipping") == 0.5
     assert given.decided("gradient_accumulation_steps") is None
-    with pytest.raises(ValueError, match=r"gradient_clipping=1.0\) contradicts its configuration, which has 0.5"):
+    with pytest.raises(ValueError, match=r"gradient_clipping=1.0\) contradicts the DeepSpeed config.*, which has 0.5"):
         DeepSpeedPlugin(hf_ds_config=str(file), gradient_clipping=1.0).decided("gradient_clipping")
 
 

@@ -145,7 +145,7 @@ def refused(strategy: str | None) -> Any:
 
 def test_a_sharded_model_cannot_be_joined() -> None:
     with pytest.raises(
-        RanksError, match=r"NotImplementedError: FSDPStrategy has no joinable: each process holds a part"
+        RanksError, match=r"NotImplementedError: FSDPStrategy does not support joinable: each process holds"
     ):
         ranks(2, refused, "fsdp")
 

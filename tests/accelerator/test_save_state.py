@@ -123,8 +123,8 @@ def test_g3_u7_a_state_of_two_processes_goes_on_in_one_at_the_same_sample(
     _, seen, _ = go_on(folder, 4, {})
     epoch = [i for batch in [*before[0], *before[1], *seen[:3]] for i in batch]
     assert sorted(epoch) == list(range(28))
-    said = [text for text in caplog.messages if "Derived rather than restored" in text]
-    assert "was written on 2 ranks, and this run has 1 rank" in said[0]
+    said = [text for text in caplog.messages if "Derived instead of restored" in text]
+    assert "was written on 2 ranks and this run has 1 rank" in said[0]
     assert "the gradients of the incomplete window" in said[0]
 
 
@@ -198,7 +198,7 @@ def test_u7_what_the_state_has_and_the_loop_has_not_is_named(tmp_path: Path) -> 
         less.load_state(tmp_path / "s")
     text = str(caught[0].message)
     for part in ("optimizer 0 (AdamW)", "scheduler 0 (StepLR)", "loader 0", "registered object 0 (Counter)"):
-        assert f"{part} of the state, which has no counterpart here" in text
+        assert f"{part} of the state, which has no counterpart in this run" in text
 
 
 def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_b22_a_frozen_base_can_be_left_out(tmp_path: Path, caplog: pytest.LogCap
     assert torch.equal(loaded[2].weight, model[2].weight)
     assert torch.equal(loaded[1].running_mean, model[1].running_mean)
     assert torch.equal(loaded[0].weight, base)
-    assert "the 2 frozen ones keep their current values" in caplog.text
+    assert "The 2 frozen weights keep their current values" in caplog.text
 
 
 def test_a_state_that_is_not_plain_is_an_error_that_names_the_place_and_leaves_the_old_one(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def different_folders(folder: str) -> None:
 
 
 def test_u8_folders_that_differ_between_ranks_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RanksError, match="The ranks met at different barriers"):
+    with pytest.raises(RanksError, match="The ranks are waiting at different barriers"):
         ranks(2, different_folders, str(tmp_path / "s"))
 
 

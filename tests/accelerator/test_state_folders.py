@@ -94,9 +94,9 @@ def test_what_is_no_state_is_an_error_that_says_what_is_there(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError, match="there is no valid state in"):
         accelerator.load_state()
     accelerator.save_state()
-    with pytest.raises(FileNotFoundError, match=r"the newest is '.*checkpoint_0'\. Pass that"):
+    with pytest.raises(FileNotFoundError, match=r"The newest state inside it is '.*checkpoint_0'\. Pass that"):
         accelerator.load_state(tmp_path / "checkpoints")
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
         accelerator.load_state(tmp_path / "nothing")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(FileNotFoundError, match="another tool's files"):

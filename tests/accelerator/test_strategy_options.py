@@ -116,9 +116,9 @@ def test_sizes_ask_for_ddp_fsdp_or_model_parallel() -> None:
 
 
 def test_j6_sizes_that_are_not_the_number_of_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tp_size=2\) asks for 4 processes, but the number of processes is 1\."):
+    with pytest.raises(ValueError, match=r"tp_size=2\) needs 4 processes, but this run has 1\."):
         chosen(sizes=ParallelismConfig(dp_shard_size=2, tp_size=2))
-    with pytest.raises(RanksError, match=r"tp_size=3\) asks for 3 processes, but the number of processes is 2\."):
+    with pytest.raises(RanksError, match=r"tp_size=3\) needs 3 processes, but this run has 2\."):
         ranks(2, lambda: chosen(sizes=ParallelismConfig(tp_size=3)))
 
 
@@ -203,7 +203,7 @@ def test_e1_nccl_on_the_cpu_is_refused(processes: int) -> None:
         chosen(InitProcessGroupKwargs(backend="nccl"), cpu=True)
 
     with pytest.raises(
-        (ValueError, RanksError), match=r"backend='nccl'\): NCCL connects CUDA devices, .* on 'cpu'. Leave"
+        (ValueError, RanksError), match=r"backend='nccl'\): NCCL only works with CUDA devices, .* on 'cpu'. Leave"
     ):
         ask() if processes == 1 else ranks(2, ask)
 
@@ -294,7 +294,7 @@ def test_deepspeeds_configuration_may_ask_for_its_16_bits(mode: str, name: str) 
     for word in (None, mode):
         choice = Choice(deepspeed_plugin=plugin, settings={"mixed_precision": word})
         assert precision_of(choice, "cpu").name == name
-    with pytest.raises(ValueError, match=f"says {mode}.enabled=true, but mixed_precision is 'no'"):
+    with pytest.raises(ValueError, match=f"has {mode}.enabled=true, but mixed_precision is 'no'"):
         precision_of(Choice(deepspeed_plugin=plugin, settings={"mixed_precision": "no"}), "cpu")
 
 

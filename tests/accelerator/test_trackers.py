@@ -99,7 +99,7 @@ def test_a_tracker_without_its_attributes_is_refused_naming_them() -> None:
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    with pytest.raises(NotImplementedError, match="Nameless is a tracker without 'name' and 'tracker'"):
+    with pytest.raises(NotImplementedError, match="Nameless is a tracker that does not define 'name' and 'tracker'"):
         Nameless()
     Nameless(_blank=True)
 
@@ -128,7 +128,7 @@ def test_a_registered_class_is_asked_for_by_its_name(tmp_path: Path, classes: di
     trackers.start("p")
     assert isinstance(trackers.get("notes"), Notes)
     assert "notes" in get_available_trackers()
-    for wrong, why in ((int, "not a subclass"), (Notes("p", "."), "not an object"), (GeneralTracker, "needs name")):
+    for wrong, why in ((int, "not a subclass"), (Notes("p", "."), "not an instance"), (GeneralTracker, "needs name")):
         with pytest.raises(ValueError, match=why):
             register_tracker_class(wrong)  # type: ignore[arg-type]
 
@@ -157,10 +157,10 @@ def test_f4_a_list_mixes_names_enums_classes_objects_and_loggers_each_once(tmp_p
 
 
 def test_f4_all_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb"]
-    assert filter_trackers("all") == ["wandb"]
+    assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb", "mlflow"]
+    assert filter_trackers("all") == ["wandb", "mlflow"]
     hide(monkeypatch, "wandb")
-    assert filter_trackers(["all", Notes], tmp_path) == ["csv", "tensorboard", Notes]
+    assert filter_trackers(["all", Notes], tmp_path) == ["csv", "tensorboard", "mlflow", Notes]
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -179,15 +179,15 @@ def test_f7_u24_a_tracker_that_is_not_installed_is_an_error_with_the_pip_line(
 
 @pytest.mark.parametrize("asked", ["tensorboard", "csv", ["wandb", "tensorboard"], Notes])
 def test_f5_a_tracker_that_writes_files_needs_a_directory(asked: Any) -> None:
-    with pytest.raises(ValueError, match=r"there is no directory for them. Set Accelerator\(project_dir="):
+    with pytest.raises(ValueError, match=r"has no directory to write to. Set Accelerator\(project_dir="):
         Trackers(asked)
 
 
-def test_unknown_trackers_are_named_with_the_nearest_name() -> None:
+def test_unknown_trackers_are_named_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Unknown tracker 'wandbb'. Did you mean 'wandb'"):
         filter_trackers("wandbb")
-    with pytest.raises(NotImplementedError, match=r"no tracker for it. Write one"):
-        filter_trackers("mlflow")
+    with pytest.raises(ModuleNotFoundError, match=r"log_with='aim' needs the package 'aim'.*pip install aim"):
+        filter_trackers("aim", tmp_path)
     with pytest.raises(TypeError, match=r"got 3 .of type int., which is not a tracker"):
         filter_trackers([3])
 
@@ -214,7 +214,7 @@ def test_f6_u24_log_before_init_trackers_and_after_the_end_is_an_error(tmp_path:
     trackers.finish()
     with pytest.raises(RuntimeError, match="after end_training"):
         trackers.log({"loss": 1.0})
-    with pytest.raises(RuntimeError, match=r"has no tracker. Set Accelerator.log_with="):
+    with pytest.raises(RuntimeError, match=r"has no tracker. Choose a tracker, such as with Accelerator.log_with="):
         Trackers().log({"loss": 1.0})
 
 

@@ -445,7 +445,7 @@ def test_moving_a_spread_model_is_refused(name: str, tmp_path: Path) -> None:
 def test_copying_and_pickling_a_spread_model_is_refused(tmp_path: Path) -> None:
     _, other = spread(Net, tmp_path)
     for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"cannot be copied or pickled: its weights are mapped from files"):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled, because its weights are mapped from files"):
             attempt(other)
 
 

@@ -51,7 +51,7 @@ def test_sizes_are_numbers_or_text(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("wrong", ["2", "GB", -1, 0, True, "1 PB", "0GB"])
 def test_what_is_no_size_is_named(wrong: int | str) -> None:
-    with pytest.raises(ValueError, match=r"limit=.* is not a size"):
+    with pytest.raises(ValueError, match=r"limit=.* is not a valid size"):
         size_in_bytes(wrong, "limit")
 
 

@@ -107,7 +107,7 @@ def test_without_a_logger_training_does_not_start(psutil: ModuleType) -> None:
 
 
 def test_one_string_of_keys_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"filter_keys='cpu_percent' is one string.*Pass \{'cpu_percent'\}"):
+    with pytest.raises(TypeError, match=r"filter_keys='cpu_percent' is a string.*Pass \{'cpu_percent'\}"):
         DeviceStatsMonitor(filter_keys="cpu_percent")
 
 

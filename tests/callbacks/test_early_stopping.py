@@ -109,7 +109,7 @@ def test_a_change_of_exactly_min_delta_is_no_improvement(mode: Any, scores: list
             "Divergence threshold reached: 'score' is 9.5, worse than 9.",
         ),
         ({"divergence_threshold": -1.0, "mode": "max"}, [2.0, -1.0, -2.0], "DIVERGENCE_THRESHOLD", "-2, worse than"),
-        ({}, [3.0, 2.0, NAN], "NON_FINITE_METRIC", "nan, which is not finite (best so far 2)"),
+        ({}, [3.0, 2.0, NAN], "NON_FINITE_METRIC", "nan, which is not finite (best so far: 2)"),
         ({}, [3.0, 2.0, INF], "NON_FINITE_METRIC", "inf, which is not finite"),
     ],
 )
@@ -213,7 +213,7 @@ def test_without_strict_a_missing_monitor_is_warned_about_once() -> None:
 
 def test_a_metric_of_the_validation_may_come_later_than_the_first_check() -> None:
     stopping = EarlyStopping("score", check_on_train_epoch_end=True)
-    with pytest.warns(PacelineWarning, match="Until then nothing is checked"):
+    with pytest.warns(PacelineWarning, match="EarlyStopping checks nothing until '.*' is logged"):
         fit(Scored(2.0), stopping, check_val_every_n_epoch=2, epochs=2, num_sanity_val_steps=0)
     assert stopping.best_score == 2.0
 
@@ -279,18 +279,22 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
     caplog.set_level(logging.INFO, "paceline")
     fit(Scored(3.0, 2.0, 2.0), EarlyStopping("score", patience=1, verbose=verbose))
     assert ("'score' improved from 3 to 2." in caplog.text) == verbose
-    assert "'score' did not improve on 2 in 1 checks: the training stops." in caplog.text
+    assert "'score' did not improve on 2 in 1 checks, so training stops." in caplog.text
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"monitor": ""}, TypeError, r"monitor=''.*does not name a metric.*self\.log"),
-        ({"monitor": None}, TypeError, r"monitor=None.*does not name a metric.*self\.log"),
-        ({"monitor": "x", "mode": "mim"}, ValueError, r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*is better"),
+        ({"monitor": ""}, TypeError, r"monitor=''.*is not the name of a metric.*self\.log"),
+        ({"monitor": None}, TypeError, r"monitor=None.*is not the name of a metric.*self\.log"),
+        (
+            {"monitor": "x", "mode": "mim"},
+            ValueError,
+            r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*are better",
+        ),
         ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*a worse metric.*0 or more"),
-        ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*not a number of checks.*whole number"),
-        ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*not a number of checks.*whole number"),
+        ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*must be a whole number"),
+        ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*must be a whole number"),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:
@@ -360,7 +364,7 @@ def test_mode_min_with_a_name_that_says_that_higher_is_better_is_pointed_out_onc
 
 def test_a_monitor_of_a_validation_that_the_fit_does_not_have_says_so() -> None:
     with pytest.raises(
-        ValueError, match=r"'val_loss' was not logged.*This fit has no validation: pass val_dataloaders"
+        ValueError, match=r"'val_loss' was not logged.*This fit has no validation, so pass val_dataloaders"
     ):
         Trainer(logger=False, max_epochs=1, enable_progress_bar=False, callbacks=[EarlyStopping("val_loss")]).fit(
             TinyModule(), tiny_loader()

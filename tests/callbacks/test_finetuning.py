@@ -437,7 +437,7 @@ def test_a_module_without_backbone_is_told(tmp_path: Path) -> None:
             super().__init__()
             del self.backbone
 
-    with pytest.raises(TypeError, match=r"Headless.backbone to be an nn.Module.*found None.*Make it in __init__"):
+    with pytest.raises(TypeError, match=r"Headless.backbone to be an nn.Module.*found None.*Create it in __init__"):
         trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Headless(), loader())
 
 
@@ -482,7 +482,7 @@ def test_of_several_optimizers_the_first_trains_the_backbone(tmp_path: Path) -> 
         (
             {"backbone_initial_lr": 0.1, "initial_denom_lr": 2.0},
             ValueError,
-            ["'backbone_initial_lr' and 'initial_denom_lr'", "take effect", "Pass one"],
+            ["'backbone_initial_lr' and 'initial_denom_lr'", "only one of them", "Pass only one"],
         ),
     ],
 )

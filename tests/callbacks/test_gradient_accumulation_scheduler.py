@@ -80,7 +80,7 @@ def test_the_users_dict_is_left_as_it_is() -> None:
 
 def test_two_places_that_ask_for_accumulation_are_an_error() -> None:
     trainer = make_trainer(GradientAccumulationScheduler({2: 4}), accumulate_grad_batches=2)
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*both set.*Leave one of them out"):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*both set.*Remove one of them"):
         trainer.fit(TinyModule(), tiny_loader())
     assert trainer.accumulate_grad_batches == 2
 
@@ -100,8 +100,8 @@ def test_manual_optimization_is_an_error() -> None:
         ({-1: 2}, ValueError, r"key -1, which is not an epoch.*whole numbers, starting at 0"),
         ({"4": 2}, ValueError, r"key '4', which is not an epoch.*whole numbers"),
         ({True: 2}, ValueError, r"key True, which is not an epoch"),
-        ({4: 0}, ValueError, r"asks for 0 batches per step from epoch 4 on.*at least 1"),
-        ({4: 1.5}, ValueError, r"asks for 1\.5 batches per step.*at least 1"),
+        ({4: 0}, ValueError, r"sets 0 batches per step from epoch 4 on.*at least 1"),
+        ({4: 1.5}, ValueError, r"sets 1\.5 batches per step.*at least 1"),
     ],
 )
 def test_bad_schedules_are_errors_that_say_what_to_do(scheduling: Any, error: type[Exception], message: str) -> None:

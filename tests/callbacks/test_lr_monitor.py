@@ -135,6 +135,19 @@ def test_two_optimizers_of_a_class_are_told_apart_by_a_number() -> None:
     assert recorder.of("lr-SGD-1")[0][1] == 0.5
 
 
+def test_optimizers_that_are_stepped_together_are_logged_each_at_its_interval() -> None:
+    def two(module: Any) -> Any:
+        one, other = torch.optim.SGD([module.layer.weight], lr=0.5), torch.optim.Adam([module.layer.bias], lr=0.1)
+        return [one, other], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(one, 1, 0.5), "interval": "step"},
+            torch.optim.lr_scheduler.StepLR(other, 1, 0.5),
+        ]
+
+    recorder = run(LearningRateMonitor(), Optimized(two), max_epochs=2)
+    assert recorder.of("lr-SGD") == [(step, 0.5**step) for step in range(1, 9)]
+    assert recorder.of("lr-Adam") == [(0, 0.1), (4, 0.05)]
+
+
 def test_an_optimizer_that_steps_several_times_in_a_batch_is_logged_once_an_update() -> None:
     recorder = run(LearningRateMonitor("step"), Manual(sgd, times=3), max_epochs=1)
     steps = [step for step, _ in recorder.of("lr-SGD")]
@@ -229,7 +242,7 @@ def test_a_module_without_optimizer_is_warned_about() -> None:
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log: None_ has no optimizer"):
+    with pytest.warns(UserWarning, match="LearningRateMonitor has nothing to log, because None_ has no optimizer"):
         run(LearningRateMonitor(), None_())
 
 
@@ -260,7 +273,7 @@ def test_a_rate_can_be_monitored_and_names_have_the_prefix_everywhere() -> None:
 
 def test_momentum_is_0_without_one_and_a_warning_says_so() -> None:
     monitor = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="logs 0, because no optimizer has a momentum"):
+    with pytest.warns(RuntimeWarning, match="logs 0, because no optimizer uses momentum"):
         recorder = run(monitor, Optimized(lambda module: torch.optim.Adagrad(module.parameters())), max_epochs=1)
     assert {value for _, value in recorder.of("lr-Adagrad-momentum")} == {0.0}
     assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": None}

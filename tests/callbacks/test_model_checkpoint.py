@@ -294,7 +294,7 @@ def test_without_validation_data_epochs_are_saved_whatever_the_validation_rhythm
 
 def test_saving_after_validation_without_validation_is_said(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path, save_on_train_epoch_end=False), epochs=1)
-    with pytest.warns(PacelineWarning, match="this fit has none"):
+    with pytest.warns(PacelineWarning, match="this fit has no validation"):
         trainer.fit(TinyModule(), tiny_loader())
     assert names(tmp_path) == []
 
@@ -369,7 +369,7 @@ def test_a_monitor_not_known_before_the_first_validation_is_warned_about_once(
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1)
     fit(tmp_path, checkpoint, num_sanity_val_steps=0, epochs=2)
     said = [str(w.message) for w in recwarn if issubclass(w.category, PacelineWarning)]
-    assert sum("Until then no file is ranked" in text for text in said) == 1
+    assert sum("No file is ranked until 'val_loss' is logged" in text for text in said) == 1
     assert names(tmp_path) == [Path(checkpoint.best_model_path).name]
 
 
@@ -432,7 +432,7 @@ def test_last_is_a_whole_file_of_its_own(tmp_path: Path, save_last: Any, caplog:
     assert checkpoint.last_model_path == str(last)
     assert not last.is_symlink()
     assert last.stat().st_nlink == 1
-    assert ("whole file" in caplog.text) == (save_last == "link")
+    assert ("full copy" in caplog.text) == (save_last == "link")
     os.remove(checkpoint.best_model_path)
     assert load(last)["global_step"] == 12
     trainer = fit(tmp_path, module=Scored(1.0, 2.0, 3.0, 4.0), resume=last, epochs=4)
@@ -981,12 +981,12 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
     ("arguments", "error", "message"),
     [
         ({"mode": "mn"}, ValueError, r"mode of ModelCheckpoint 'mn'\. Did you mean 'min'\?.*'min' or 'max'"),
-        ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*not a number of files.*Pass a whole number"),
-        ({"save_top_k": 1.5}, ValueError, r"save_top_k=1\.5.*Pass a whole number"),
+        ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*must be the number of files.*a whole number"),
+        ({"save_top_k": 1.5}, ValueError, r"save_top_k=1\.5.*a whole number"),
         ({"save_top_k": 3}, ValueError, r"save_top_k=3, monitor=None.*no metric.*Pass monitor"),
-        ({"monitor": 3}, TypeError, r"monitor=3.*does not name a metric.*self\.log"),
-        ({"save_last": "yes"}, ValueError, r"save_last='yes'.*Pass True or False"),
-        ({"every_n_epochs": -1}, ValueError, r"every_n_epochs=-1.*not an interval.*at least 1"),
+        ({"monitor": 3}, TypeError, r"monitor=3.*is not the name of a metric.*self\.log"),
+        ({"save_last": "yes"}, ValueError, r"save_last='yes' must be True or False"),
+        ({"every_n_epochs": -1}, ValueError, r"every_n_epochs=-1.*must be a whole number of at least 1"),
         ({"every_n_train_steps": 2.0}, ValueError, r"every_n_train_steps=2\.0.*at least 1"),
         (
             {"every_n_epochs": 1, "every_n_train_steps": 2},
@@ -995,8 +995,8 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ),
         ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, ValueError, r"more than one.*Keep one"),
         ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
-        ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a template.*'\{epoch:02d\}'"),
-        ({"filename": "{}"}, ValueError, r"without a metric's name"),
+        ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a valid template.*'\{epoch:02d\}'"),
+        ({"filename": "{}"}, ValueError, r"without a metric name"),
         ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' does not fit a number"),
         ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
         ({"dirpath": "s4://bucket/x"}, ValueError, r"'s4://bucket/x': Unknown protocol 's4'.*Choose 's3'"),

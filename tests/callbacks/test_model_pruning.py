@@ -42,7 +42,7 @@ def module() -> Deep:
     return Deep()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint holds the state of callbacks")
+pytestmark = pytest.mark.filterwarnings("ignore:The checkpoint contains the state of callbacks")
 
 
 def fit(callback: ModelPruning, deep: Deep | None = None, ckpt_path: Any = None, **arguments: Any) -> Deep:

@@ -267,7 +267,7 @@ def test_what_is_shown_can_be_overridden() -> None:
 @pytest.mark.parametrize("depth", [-2, 1.5, "all", True, math.inf])
 def test_a_depth_that_is_no_number_of_levels_is_refused(depth: Any) -> None:
     for make in (ModelSummary, lambda max_depth: summarize(nn.Linear(1, 1), max_depth)):
-        with pytest.raises(ValueError, match=r"max_depth=.*is not a number of levels.*-1 for all"):
+        with pytest.raises(ValueError, match=r"max_depth=.*must be a number of levels.*-1 for all"):
             make(max_depth=depth)
 
 

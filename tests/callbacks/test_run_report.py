@@ -346,8 +346,12 @@ def test_a_further_split_of_the_time_can_be_joined() -> None:
 @pytest.mark.parametrize(
     ("split", "error", "said"),
     [
-        ({"a": "x"}, TypeError, r"add_split\('m', {'a': 'x'}\): 'a' is a str, not a number\. Pass seconds by part"),
-        ([1], TypeError, r"the split is a list\. Pass seconds by part"),
+        (
+            {"a": "x"},
+            TypeError,
+            r"add_split\('m', {'a': 'x'}\): 'a' is a str, not a number\. Pass the seconds of each part",
+        ),
+        ([1], TypeError, r"seconds is a list, not a dict\. Pass the seconds of each part"),
         ({"a": -1.0}, ValueError, r"'a' is -1\.0, but a time must be finite and not negative\. Pass"),
         ({"a": float("nan")}, ValueError, "'a' is nan"),
     ],

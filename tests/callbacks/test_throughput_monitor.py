@@ -233,7 +233,7 @@ def test_a_batch_without_tensor_asks_for_a_function() -> None:
             return self.layer(torch.ones(1, 4)).sum()
 
     trainer, _ = trainer_with(ThroughputMonitor())
-    with pytest.raises(ValueError, match=r"no tensor in a batch of type list.*batch_size_fn=\.\.\."):
+    with pytest.raises(ValueError, match=r"no tensor in a batch of type list.*Pass batch_size_fn"):
         trainer.fit(Words(), [["some", "words"]])
 
 
@@ -320,5 +320,5 @@ def test_a_window_that_gives_no_average_is_refused(size: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [{"batch_size_fn": 32}, {"length_fn": "tokens"}])
 def test_functions_must_be_functions(arguments: Any) -> None:
-    with pytest.raises(TypeError, match=r"is not a function.*takes a batch"):
+    with pytest.raises(TypeError, match=r"is not callable.*takes a batch"):
         ThroughputMonitor(**arguments)

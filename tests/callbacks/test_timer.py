@@ -153,7 +153,7 @@ def test_the_grace_time_is_kept_for_what_follows(clock: Clock) -> None:
 
 
 def test_a_grace_time_without_an_end_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"grace_seconds=3\) without max_time"):
+    with pytest.raises(ValueError, match=r"grace_seconds=3\) has no effect without max_time"):
         make_trainer(grace_seconds=3)
     for seconds in (-1, float("nan"), "5"):
         with pytest.raises(ValueError, match=r"Timer: grace_seconds=.*Pass the number of seconds"):
@@ -164,7 +164,7 @@ def test_a_grace_time_without_an_end_is_an_error() -> None:
 def test_the_end_of_the_time_is_told_once(clock: Clock, verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     fit(clock, Timer("00:00:00:15", verbose=verbose), min_epochs=2)
-    assert caplog.text.count("time limit was reached after 0:00:20") == verbose
+    assert caplog.text.count("Training stops after 0:00:20") == verbose
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_durations_are_read(text: str, seconds: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"duration": "12:30"}, ValueError, r"Timer\(duration=\) got '12:30'.*'DD:HH:MM:SS'.*Write '00:12:30:00'"),
+        ({"duration": "12:30"}, ValueError, r"Timer\(duration=\) got '12:30'.*'DD:HH:MM:SS'.*Use '00:12:30:00'"),
         ({"duration": 90}, TypeError, r"got 90 of type int.*unit is unknown.*timedelta"),
         ({"duration": {"minute": 3}}, ValueError, r"Unknown unit 'minute'\. Did you mean 'minutes'\?"),
         ({"duration": timedelta(seconds=-1)}, ValueError, r"which is negative.*zero or more"),

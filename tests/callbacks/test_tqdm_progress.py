@@ -196,19 +196,19 @@ def test_tqdm_miniters_raises_the_refresh_rate(monkeypatch: pytest.MonkeyPatch) 
     assert TQDMProgressBar(refresh_rate=50).refresh_rate == 50
     assert TQDMProgressBar(refresh_rate=0).is_disabled
     monkeypatch.setenv("TQDM_MINITERS", "often")
-    with pytest.raises(ValueError, match="TQDM_MINITERS='often' is not a number"):
+    with pytest.raises(ValueError, match="TQDM_MINITERS='often' must be a number"):
         TQDMProgressBar()
 
 
 def test_a_missing_tqdm_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ModuleNotFoundError, match=r"TQDMProgressBar needs the package tqdm.*`pip install tqdm`"):
+    with pytest.raises(ModuleNotFoundError, match=r"TQDMProgressBar needs the tqdm package.*`pip install tqdm`"):
         TQDMProgressBar()
 
 
 @pytest.mark.parametrize("position", [-1, 0.5, True, "1"])
 def test_a_process_position_that_is_no_number_of_lines_is_refused(position: Any) -> None:
-    with pytest.raises(ValueError, match=r"process_position=.*is not a number of lines"):
+    with pytest.raises(ValueError, match=r"process_position=.*must be a whole number"):
         TQDMProgressBar(process_position=position)
 
 

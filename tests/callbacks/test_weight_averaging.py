@@ -24,7 +24,7 @@ from paceline.callbacks.weight_averaging import (
 from paceline.messages import PacelineWarning
 from paceline.strategies.base import Strategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*there is no val_dataloader")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no val_dataloader was given")
 
 
 class Net(TrainingModule):
@@ -239,7 +239,7 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
             EMAWeightAveraging,
             {"update_every_n_steps": 1.5},
             TypeError,
-            ["update_every_n_steps=1.5", "is a count", "integer"],
+            ["update_every_n_steps=1.5", "is a float", "integer"],
         ),
         (EMAWeightAveraging, {"update_starting_at_step": -1}, ValueError, ["update_starting_at_step=-1", "at least 0"]),
         (
@@ -249,11 +249,16 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
             ["update_starting_at_epoch=True", "integer"],
         ),
         (EMAWeightAveraging, {"dekay": 0.9}, TypeError, ["'dekay'", "Did you mean 'decay'?", "Choose"]),
-        (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "with decay", "Use WeightAveraging(avg_fn=...)"]),
+        (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "with decay", "WeightAveraging(avg_fn=...)"]),
         (WeightAveraging, {"avgfn": max}, TypeError, ["'avgfn'", "Did you mean 'avg_fn'?", "Choose"]),
         (WeightAveraging, {"avg_fn": 3}, TypeError, ["avg_fn=3", "is not callable", "Pass a function"]),
         (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, ValueError, ["both", "only one", "Pass avg_fn"]),
-        (WeightAveraging, {"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Pass 'cpu'"]),
+        (
+            WeightAveraging,
+            {"device": "gpu0"},
+            ValueError,
+            ["device='gpu0'", "not a valid PyTorch device", "Pass 'cpu'"],
+        ),
         (WeightAveraging, {"device": 1.5}, TypeError, ["device=1.5", "float", "Pass a name"]),
     ],
 )
@@ -268,7 +273,7 @@ def test_an_invalid_argument_is_told_with_value_reason_and_remedy(
 
 def test_two_averages_in_one_run_are_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, WeightAveraging(), EMAWeightAveraging(), max_epochs=1)
-    with pytest.raises(ValueError, match=r"'EMAWeightAveraging'.*only one average.*Remove one"):
+    with pytest.raises(ValueError, match=r"'EMAWeightAveraging'.*only one average.*Keep only one"):
         run.fit(Net(), loader())
 
 
@@ -635,7 +640,7 @@ def test_a_checkpoint_without_average_starts_a_new_one(tmp_path: Path, caplog: p
     module, record, ema = Net(), Recorder(), EMAWeightAveraging(decay=0.8)
     record.steps = [{} for _ in range(5)]
     trainer(tmp_path, record, ema, max_epochs=2).fit(module, loader(), ckpt_path=path)
-    assert "contains no average of EMAWeightAveraging" in caplog.text
+    assert "contains no average from EMAWeightAveraging" in caplog.text
     assert ema.n_averaged == 5
     assert_close(module, fold(record.steps[5:], 0.8))
 

@@ -170,7 +170,7 @@ def test_the_same_command_goes_on_from_its_earlier_starts(tmp_path: Path, caplog
     caplog.set_level("INFO", logger="paceline")
     paths = [start(tmp_path, epochs).ckpt_path for epochs in (1, 2, 3)]
     assert paths[0] is None
-    assert "ckpt_path='auto': no earlier run has left a checkpoint; the run starts fresh." in caplog.text
+    assert "ckpt_path='auto': no earlier run has saved a checkpoint, so the run starts fresh." in caplog.text
     assert [Path(path).name for path in paths[1:]] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 
@@ -180,13 +180,18 @@ def test_a_start_of_a_run_that_is_over_says_what_to_raise(tmp_path: Path, caplog
     start(tmp_path / "steps", -1, max_steps=6)
     assert "Nothing to train" not in caplog.text
     for epochs, folder, steps, said in (
-        (2, "epochs", -1, "2 epochs and 8 steps, the limits are max_epochs=2 and max_steps=-1. Raise max_epochs to"),
-        (-1, "steps", 6, "1 epoch and 6 steps, the limits are max_epochs=-1 and max_steps=6. Raise max_steps to"),
+        (
+            2,
+            "epochs",
+            -1,
+            "2 epochs and 8 steps, and the limits are max_epochs=2 and max_steps=-1. Raise max_epochs to",
+        ),
+        (-1, "steps", 6, "1 epoch and 6 steps, and the limits are max_epochs=-1 and max_steps=6. Raise max_steps to"),
     ):
         caplog.clear()
         messages.forget()
         start(tmp_path / folder, epochs, max_steps=steps)
-        assert caplog.text.count(f"Nothing to train: the run has made {said} continue.") == 1
+        assert caplog.text.count(f"Nothing to train: the run has completed {said} continue.") == 1
         assert caplog.text.count("Nothing to train") == 1
 
 

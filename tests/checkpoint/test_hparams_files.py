@@ -32,7 +32,7 @@ def test_interpolations_stay(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_to_exist_and_a_type_to_be_known(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="there is no folder"):
+    with pytest.raises(RuntimeError, match="does not exist"):
         save_hparams_to_yaml(tmp_path / "none" / "x.yaml", {})
     with pytest.raises(ValueError, match="unknown file type"):
         read_hparams(tmp_path / "x.ini")

@@ -151,7 +151,9 @@ def test_a_misspelled_name_to_ignore_is_pointed_out():
             self.save_hyperparameters(ignore=["backbon", "elsewhere"])
 
     messages.forget()
-    with pytest.warns(messages.PacelineWarning, match=r"no argument 'backbon'. Did you mean 'backbone'\?") as seen:
+    with pytest.warns(
+        messages.PacelineWarning, match=r"the argument 'backbon' does not exist. Did you mean 'backbone'\?"
+    ) as seen:
         Typo(1, 2)
     assert len(seen) == 1
 

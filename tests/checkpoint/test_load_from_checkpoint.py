@@ -154,7 +154,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
             self.net = net
 
     saved(Needs(nn.Identity()), tmp_path / "x.ckpt")
-    told = r"Needs\.__init__ needs 'net'.*\(depth\).*load_from_checkpoint\(path, net=\.\.\.\); or make it plain data"
+    told = r"Needs\.__init__ needs 'net'.*\(depth\).*load_from_checkpoint\(path, net=\.\.\.\), or use plain data"
     with pytest.raises(TypeError, match=told):
         Needs.load_from_checkpoint(tmp_path / "x.ckpt")
     assert isinstance(Needs.load_from_checkpoint(tmp_path / "x.ckpt", net=nn.Identity()), Needs)
@@ -330,5 +330,5 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
 
 def test_a_file_that_names_a_function_to_make_the_module_with_is_refused(tmp_path: Path):
     torch.save({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system"}}, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"'os\.system' as the function that makes the module, which is not called"):
+    with pytest.raises(ValueError, match=r"'os\.system' as the function that creates the module. It was not called"):
         TinyModule.load_from_checkpoint(tmp_path / "x.ckpt", strict=False)

@@ -107,7 +107,7 @@ def test_a_remote_root_takes_checkpoints_and_logs_stay_local(root: str, tmp_path
     assert trainer.checkpoint_callback.dirpath == f"{root}/checkpoints"
     assert seen(root) == ["checkpoints/epoch=0-step=4.ckpt"]
     assert trainer.log_dir.startswith(str(tmp_path))
-    assert f"Checkpoints go to {root}. Logs are local" in caplog.text
+    assert f"Checkpoints go to {root}. Logs are written locally" in caplog.text
     resumed = fit(2, None, ckpt_path="auto", default_root_dir=root, logger=CSVLogger("logs"))
     assert resumed.global_step == 8
     assert str(resumed.ckpt_path) == f"{root}/checkpoints/epoch=0-step=4.ckpt"
@@ -379,5 +379,5 @@ def test_a_bucket_that_does_not_exist_is_an_error_that_names_it(s3: dict[str, st
         monkeypatch.setenv(name, value)
     with pytest.raises(OSError, match=r"checkpoint was not saved.*credentials.*s3://nobody/x.ckpt"):
         single_file.write(small(1.0), "s3://nobody/x.ckpt")
-    with pytest.raises(FileNotFoundError, match="There is no such file"):
+    with pytest.raises(FileNotFoundError, match="The file does not exist"):
         single_file.read("s3://nobody/x.ckpt")

@@ -191,9 +191,9 @@ def test_a_damaged_folder_is_refused(name: str, how: str, folder: Path, tmp_path
         if path.name == name and how == "changed":
             data[len(data) // 2] ^= 1
         (copied / path.name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"damaged or cut short: its file '{name}' "):
+    with pytest.raises(ValueError, match=f"damaged or truncated: its file '{name}' "):
         read(copied)
-    with pytest.raises(ValueError, match=f"damaged or cut short: its file '{name}' "):
+    with pytest.raises(ValueError, match=f"damaged or truncated: its file '{name}' "):
         read(copied, map_location="meta")
 
 
@@ -210,7 +210,7 @@ def test_an_index_that_names_code_is_refused(folder: Path, tmp_path: Path) -> No
     found = manifest.read_folder(copied)
     (copied / "manifest.json").unlink()
     manifest.write(copied, dataclasses.replace(found, files=found.files | sums([copied / ".metadata"])))
-    with pytest.raises(ValueError, match=r"nothing in it was run: it names posix.system"):
+    with pytest.raises(ValueError, match=r"nothing in it was run, because it names posix.system"):
         read(copied)
     assert not Path("ran").exists()
 

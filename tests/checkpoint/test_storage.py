@@ -171,3 +171,9 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: 
 def test_an_unknown_protocol_is_an_error_that_lists_the_usual_ones() -> None:
     with pytest.raises(ValueError, match=r"'s4://x': Unknown protocol 's4'.*'s3', 'gs'"):
         storage.absolute("s4://x")
+
+
+def test_only_a_leading_tilde_is_the_home_folder() -> None:
+    home, here = Path.home(), Path.cwd()
+    assert storage.absolute("~/runs") == storage.absolute(Path("~/runs")) == str(home / "runs")
+    assert storage.absolute("./~/runs") == str(here / "~" / "runs")

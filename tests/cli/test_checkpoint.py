@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_processes import ranks
@@ -132,7 +136,7 @@ def test_show_tells_the_manifest_and_with_keys_what_is_inside(tmp_path: Path, ca
 
 def test_show_of_a_folder_names_one_of_its_checkpoints(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 4)
-    assert f"Pass one, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
+    assert f"Pass one checkpoint, such as {str(path)!r}" in said(capsys, "show", tmp_path, status=2)
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ def test_verify_finds_what_was_appended(tmp_path: Path, capsys: Any) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"garbage")
     found = said(capsys, "verify", path, status=1)
-    assert f"it.ckpt: it has {size + 7} bytes and should end after {size}" in found
+    assert f"it.ckpt: it has {size + 7} bytes but should end after {size}" in found
 
 
 def test_verify_of_something_else_is_a_failure(tmp_path: Path, capsys: Any) -> None:
@@ -270,7 +274,9 @@ def test_a_lightning_file_gets_a_manifest(tmp_path: Path, capsys: Any) -> None:
 def test_what_is_there_is_not_overwritten_and_a_format_is_needed(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "x.ckpt", 1)
     assert "already exists" in said(capsys, "export", path, path, "--format", "full", status=2)
-    assert "Pass --format safetensors, full, weights" in said(capsys, "export", path, tmp_path / "y", status=2)
+    assert "Pass --format with one of safetensors, full, weights" in said(
+        capsys, "export", path, tmp_path / "y", status=2
+    )
 
 
 def test_a_folder_in_parts_becomes_one_file(tmp_path: Path, capsys: Any) -> None:
@@ -298,3 +304,62 @@ def test_a_folder_in_parts_becomes_one_file(tmp_path: Path, capsys: Any) -> None
     write(tmp_path / "newest.ckpt", 99)
     said(capsys, "prune", tmp_path, "--keep-last", 1, "--yes")
     assert names(tmp_path) == ["newest.ckpt"]
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+class Config:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+def test_a_foreign_file_is_refused_with_a_list_and_with_trust_becomes_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Namespace(lr=0.1, model=Namespace(width=2), means=np.ones(2), where=tmp_path)
+    foreign: dict[str, Any] = {"state_dict": state(), "epoch": 3, "global_step": 7, "hyper_parameters": given}
+    foreign["callbacks"] = {"Early": {"best": np.float64(0.5), "scores": (np.zeros(1), 2)}, "Other": {"cfg": Config(3)}}
+    path, out = tmp_path / "foreign.ckpt", tmp_path / "plain.ckpt"
+    torch.save(foreign, path)
+    told = said(capsys, "convert", path, out, status=2)
+    assert "creates 'argparse.Namespace'" in told
+    assert f"convert {path} OUT --trust" in told
+    assert not out.exists()
+    told = said(capsys, "convert", path, out, "--trust")
+    assert re.search(r"Kept as objects, which only weights_only=False loads: callbacks/Other \(.*dict\)", told)
+    plain = read(out)
+    hparams = plain["hyper_parameters"]
+    assert (hparams["lr"], hparams["model"], hparams["where"]) == (0.1, {"width": 2}, str(tmp_path))
+    assert hparams["means"].equal(torch.ones(2, dtype=torch.float64))
+    assert plain["callbacks"]["Early"]["best"] == 0.5
+    assert (plain["epoch"], plain["global_step"], list(plain["callbacks"])) == (3, 7, ["Early"])
+    assert read(out, trusted=True)["callbacks"]["Other"]["cfg"].width == 3
+    assert "already exists" in said(capsys, "convert", path, out, status=2)
+
+
+def test_a_pickled_module_becomes_its_weights_and_any_dict_is_written_if_it_can_be_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(nn.Linear(2, 1), tmp_path / "module.pt")
+    said(capsys, "convert", tmp_path / "module.pt", tmp_path / "weights.ckpt", "--trust")
+    assert list(read(tmp_path / "weights.ckpt")["state_dict"]) == ["weight", "bias"]
+    torch.save({"model": state(), "args": Namespace(lr=0.1)}, tmp_path / "own.pt")
+    said(capsys, "convert", tmp_path / "own.pt", tmp_path / "plain.pt", "--trust")
+    assert torch.load(tmp_path / "plain.pt", weights_only=True)["args"] == {"lr": 0.1}
+    torch.save({"model": state(), "args": Config(2)}, tmp_path / "own.pt")
+    told = said(capsys, "convert", tmp_path / "own.pt", tmp_path / "other.pt", "--trust", status=2)
+    assert re.search(r"checkpoint\['args'\] is of type .*Config, which a checkpoint cannot store", told)
+    torch.save(Config(2), tmp_path / "own.pt")
+    told = said(capsys, "convert", tmp_path / "own.pt", tmp_path / "other.pt", "--trust", status=2)
+    assert "contains a single object of type" in told
+
+
+def test_code_that_cannot_be_imported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {}, "cfg": Config(1)}, tmp_path / "x.ckpt")
+    raw = zipfile.ZipFile(tmp_path / "x.ckpt")
+    with zipfile.ZipFile(tmp_path / "y.ckpt", "w") as changed:
+        for name in raw.namelist():
+            changed.writestr(name, raw.read(name).replace(b"\nConfig\n", b"\nGonfig\n"))
+    told = said(capsys, "convert", tmp_path / "y.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
+    assert re.search(r"names code that cannot be imported here: .*Gonfig.*PYTHONPATH=FOLDER", told)

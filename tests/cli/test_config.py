@@ -105,7 +105,7 @@ def test_c3_yes_to_dynamo_asks_for_backend_mode_graph_and_shapes(
         "Which mode do you want to use? (default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs)",
         "Must the model compile into one full graph?",
         "Do you want to enable dynamic shape tracing?",
-        "Do you want to compile repeated blocks once?",
+        "Do you want to compile repeated blocks only once?",
     ]
     found = read_file(own).values
     assert {name: value for name, value in found.items() if name.startswith("dynamo")} == {
@@ -286,7 +286,7 @@ def test_u22_what_the_environment_says_is_taken_over(own: Path, monkeypatch: pyt
     ("given", "part"),
     [
         ("mixed_precison=no", "Did you mean 'mixed_precision'?"),
-        ("mixed_precision", "Write NAME=VALUE"),
+        ("mixed_precision", "must be NAME=VALUE"),
         ("mixed_precision=bf17", "Did you mean 'bf16'?"),
     ],
 )

@@ -111,7 +111,7 @@ def test_scripts_that_fail_or_train_nothing_are_told_apart(tmp_path: Path) -> No
     (tmp_path / "idle.py").write_text("print('hello')")
     failed, idle = doctor("fails.py"), doctor("idle.py")
     assert failed.returncode == idle.returncode == 2
-    assert "ended with status 3" in failed.stderr
+    assert "exited with status 3" in failed.stderr
     assert "Trainer.fit" in idle.stderr
 
 

@@ -141,7 +141,10 @@ def test_c8_python_before_the_script_is_left_out(capfd: pytest.CaptureFixture[st
     assert [one["argv"] for one in told(out)] == [[name, "--lr", "1"]] * 2
     status, _, err = launched(capfd, "--cpu", "python", "-u", name)
     assert status == FAILED
-    assert err == ("paceline launch: Remove 'python': paceline launch runs Python itself. Pass only what follows it.\n")
+    assert err == (
+        "paceline launch: Remove 'python', because paceline launch runs Python itself. Pass only the script and its "
+        "arguments.\n"
+    )
 
 
 def test_c8_a_config_that_the_script_does_not_read_is_pointed_out(capfd: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +294,7 @@ def test_c11_a_given_port_is_used_and_a_taken_one_is_named(capfd: pytest.Capture
     assert status == 0
     assert told_first.splitlines() == [
         f"paceline launch: Port {port} (--main_process_port) is in use by another program on this machine, so the "
-        "processes cannot use it. Set --main_process_port to a free port, or omit --main_process_port to use a "
+        "processes cannot meet there. Set --main_process_port to a free port, or omit --main_process_port to use a "
         "free one"
     ]
     assert [one["MASTER_PORT"] for one in told(out)] == [str(port)] * 2
@@ -312,7 +315,7 @@ def test_c12_c13_flags_win_over_the_file_which_counts_otherwise(capfd: pytest.Ca
         assert one["OMP_NUM_THREADS"] == "1"
         assert one["PACELINE_MIXED_PRECISION"] == "no"
     assert "1 CPU thread each (--num_cpu_threads_per_process)" in err
-    assert "mixed_precision is 'no', from --mixed_precision; this overrides 'bf16' from mine.json" in err
+    assert "mixed_precision is 'no', from --mixed_precision, which overrides 'bf16' from mine.json" in err
 
 
 def test_e11_processes_keep_to_the_cores_of_their_nodes(
@@ -329,7 +332,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
     monkeypatch.setenv("PACELINE_BIND", str(tmp_path / "nodes"))
     _, out, err = launched(capfd, *words)
     assert [one["cores"] for one in told(out)] == halves
-    assert "each process on the cores of its node, of 2 (--enable_cpu_affinity)" in err
+    assert "each process on the cores of one of 2 nodes (--enable_cpu_affinity)" in err
     monkeypatch.setenv("PACELINE_BIND", str(tmp_path / "none"))
     _, out, err = launched(capfd, *words)
     assert [one["cores"] for one in told(out)] == [cores] * 2
@@ -342,21 +345,24 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--multi_gpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but torch sees 0"),
-        (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu asks for at least 2 GPUs, but --cpu leaves 0"),
+        (["--multi_gpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but torch sees 0"),
+        (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but --cpu leaves 0"),
         (["--tpu", "train.py"], "--tpu: Paceline runs on devices that torch itself supports"),
         (["--megatron-lm-tp-degree", "2", "train.py"], "--megatron-lm-tp-degree: Megatron-LM is not supported."),
         (["--fp8_backend", "te", "train.py"], "--fp8_backend: 8-bit training is not supported."),
-        (["--aws_access_key_id", "x", "train.py"], "--aws_access_key_id: starting on AWS is not supported"),
+        (["--aws_access_key_id", "x", "train.py"], "--aws_access_key_id: launching on AWS is not supported"),
         (["--mpirun_hostfile", "x", "train.py"], "--mpirun_hostfile: mpirun is not needed."),
         (["--deepspeed_hostfile", "x", "train.py"], "--deepspeed_hostfile is for DeepSpeed's own launcher"),
         (["--mixed_precision", "fp8", "train.py"], "--mixed_precision: mixed_precision 'fp8' is not supported"),
         (["--num_processes", "3", "--num_machines", "2", "train.py"], "--num_processes is 3, which cannot be divided"),
         (["--num_processes", "0", "train.py"], "--num_processes: num_processes '0' is out of range."),
-        (["--rdzv_conf", "timeout", "--num_processes", "2", "train.py"], "rdzv_conf='timeout' contains 'timeout', which"),
-        (["trian.py"], "There is no script 'trian.py' in"),
-        (["--no_python", "no-such-program"], "There is no program 'no-such-program'."),
-        (["-m", "--no_python", "train.py"], "-m and --no_python contradict each other."),
+        (
+            ["--rdzv_conf", "timeout", "--num_processes", "2", "train.py"],
+            "rdzv_conf='timeout' contains 'timeout', which",
+        ),
+        (["trian.py"], "The script 'trian.py' was not found in"),
+        (["--no_python", "no-such-program"], "The program 'no-such-program' was not found."),
+        (["-m", "--no_python", "train.py"], "-m and --no_python cannot be used together."),
     ],
 )
 def test_c9_what_cannot_be_is_one_line(
@@ -376,7 +382,7 @@ def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     monkeypatch.setattr(module, "_count_gpus", lambda: 2)
     status, _, err = launched(capfd, "--num_processes", "3", "--gpu_ids", "0,5", script(TELL))
     assert status == FAILED
-    assert "asks for 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
+    assert "needs 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
 
 
 @pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])

@@ -91,7 +91,8 @@ def test_an_unknown_command_is_an_error_that_lists_those_there_are(capsys: pytes
 def test_an_unknown_flag_is_one_sentence_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--num_proceses", "2", "train.py"]) == FAILED
     assert capsys.readouterr().err == (
-        "paceline launch: Unknown argument '--num_proceses'. Did you mean '--num_processes'? --help lists all.\n"
+        "paceline launch: Unknown argument '--num_proceses'. Did you mean '--num_processes'? --help lists all "
+        "arguments.\n"
     )
     assert main(["checkpoint", "ls", ".", "--jsn"]) == FAILED
     assert "Did you mean '--json'?" in capsys.readouterr().err

@@ -92,8 +92,8 @@ def test_the_page_is_made_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "There is no file or folder 'nowhere'"),
-        (["empty"], "There is no record of a run"),
+        (["nowhere"], "'nowhere' does not exist"),
+        (["empty"], "contain no record of a run"),
         (["text.jsonl"], "'text.jsonl' is not a record of a run"),
         (["newer.jsonl"], "was written by a later version"),
         (["known.jsonl", "known.jsonl"], "are the same record"),

@@ -283,7 +283,7 @@ def test_a_callback_can_have_arguments_of_its_own() -> None:
 
 
 def test_only_classes_that_a_trainer_knows_are_added() -> None:
-    with pytest.raises(TypeError, match="this is not a Trainer, TrainingModule, DataModule or Callback class"):
+    with pytest.raises(TypeError, match="which is not a Trainer, TrainingModule, DataModule or Callback class"):
         ArgumentParser().add_lightning_class_args(nn.Linear, "layer")
 
 
@@ -441,7 +441,7 @@ def test_the_config_is_saved_in_the_folder_of_the_run_and_makes_the_same_run() -
 
 def test_a_config_of_another_run_is_not_overwritten_unless_asked_for() -> None:
     ran("fit", "--model.lr=0.3")
-    with pytest.raises(RuntimeError, match=r"already exists, from another run\. Aborting to avoid overwriting"):
+    with pytest.raises(RuntimeError, match=r"already exists from another run\. Aborting to avoid overwriting"):
         ran("fit")
     assert yaml.safe_load(Path("config.yaml").read_text())["model"]["lr"] == 0.3
     ran("fit", save_config_kwargs={"config_filename": "other.yaml"})
@@ -492,7 +492,7 @@ def test_rank_0_alone_saves_the_config_and_all_ranks_learn_if_it_cannot() -> Non
     with pytest.raises(RanksError) as caught:
         ranks(2, fit)
     first, second = map(str, caught.value.errors)
-    assert "already exists, from another run" in first
+    assert "already exists from another run" in first
     assert second == f"Rank 0 could not save the config: RuntimeError: {first}"
 
 
@@ -569,7 +569,7 @@ def test_the_model_for_a_checkpoint_has_its_hyperparameters(
     here = ran("predict", *words, "--ckpt_path=x.ckpt", model=CommandedNet if chosen_here else model, **options)
     assert here.model.width == here.config.predict.model.get("init_args", here.config.predict.model).width == 5
     assert type(here.model) is model
-    assert "The model's arguments come from the hyperparameters in x.ckpt" in caplog.text
+    assert "The model's arguments were taken from the hyperparameters in x.ckpt" in caplog.text
 
 
 def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -592,7 +592,7 @@ def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, mo
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
     written(**{where: {"class_path": "stranger.CommandedNet"} if where == "activation" else "stranger.CommandedNet"})
-    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which is not imported"):
+    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which has not been imported"):
         CommandedNet.load_from_checkpoint("x.ckpt")
 
 

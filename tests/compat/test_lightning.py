@@ -105,6 +105,35 @@ except SIGTERMException as end:
 else:
     raise AssertionError("no end")
 
+class Interrupts(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        raise KeyboardInterrupt
+
+interrupted = pl.Trainer(**plain)
+try:
+    interrupted.fit(Interrupts(), DataLoader(torch.ones(4, 4)))
+except SystemExit as end:
+    assert end.code == 1 and interrupted.interrupted
+else:
+    raise AssertionError("no end")
+
+twice = pl.Trainer(**plain | {"max_epochs": 2})
+twice.fit(Net(), DataLoader(torch.ones(4, 4)))
+twice.save_checkpoint("twice.ckpt")
+try:
+    pl.Trainer(**plain).fit(Net(), DataLoader(torch.ones(4, 4)), ckpt_path="twice.ckpt")
+except MisconfigurationException as error:
+    assert "has 2 epochs, more than Trainer(max_epochs=1)" in str(error), error
+else:
+    raise AssertionError("no error")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert pl.Trainer(overfit_batches=2, limit_train_batches=1).overfit_batches == 2
+assert "Trainer(overfit_batches=2) replaces limit_train_batches=1." in [str(one.message) for one in told], told
+logger = mock.Mock()
+pl.Trainer(**plain | {"logger": logger, "log_every_n_steps": 4}).fit(Net(), DataLoader(torch.ones(4, 4)))
+assert logger.log_metrics.call_args.kwargs["step"] == 4, logger.mock_calls
+
 class Data(pl.LightningDataModule):
     def setup(self, stage):
         self.numbers = torch.ones(4, 4)
@@ -202,7 +231,7 @@ assert {"cpu", "cuda", "mps", "tpu"} <= set(AcceleratorRegistry.available_accele
 assert not XLAAccelerator.is_available() and CPUAccelerator().get_device_stats(object())
 assert DoublePrecision().connect(net, [], [])[0] is net
 mixed, optimizer = MixedPrecision("16-mixed", "cuda:0"), torch.optim.Adam(net.parameters(), fused=True)
-says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "takes the loss scale out inside")
+says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "removes the loss scale only inside")
 net.layer(torch.ones(4)).sum().backward()
 MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 0.1, "value")
 assert float(net.layer.bias.grad) == torch.tensor(0.1).item()
@@ -257,6 +286,7 @@ if __name__ == "__main__":
 TOLD = ["['--lr', '1'] paceline.trainer.trainer", "child paceline.trainer.trainer", "spawned paceline.trainer.trainer"]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.cold
 @pytest.mark.parametrize("start", [["train.py"], ["-m", "train"]])
 def test_a_program_and_the_processes_that_it_starts_find_it(start: list[str], tmp_path: Path) -> None:
@@ -289,7 +319,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (["-m", "paceline.compat", "lightning", "-m"], "-m needs a module"),
         (
             ["-c", "import sys; sys.modules['lightning'] = sys; import paceline.compat as c; c.install('lightning')"],
-            "Call it first",
+            "Call compat.install first",
         ),
     ):
         done = subprocess.run(

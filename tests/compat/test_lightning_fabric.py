@@ -212,22 +212,22 @@ def test_a_subclass_runs_and_callbacks_are_called() -> None:
 
 def test_what_is_wrong_says_what_to_do(tmp_path: Path) -> None:
     two = Fabric(accelerator="cpu", devices=2)
-    with pytest.raises(RuntimeError, match=r"computes on 2 processes.*Call fabric.launch"):
+    with pytest.raises(RuntimeError, match=r"runs on 2 processes.*Call fabric.launch"):
         two.setup(nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"this is pytest.*fabric.launch\(main\)"):
         two.launch()
     fabric = Fabric(accelerator="cpu")
-    with pytest.raises(TypeError, match="takes none"):
+    with pytest.raises(TypeError, match="takes no arguments"):
         fabric.launch(lambda: None)
     net = nn.Linear(1, 1)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     wrong = {
-        "set up already": lambda: fabric.setup(model),
+        "already been set up": lambda: fabric.setup(model),
         "exactly one of the two": lambda: fabric.clip_gradients(model, optimizer),
         "not a module that fabric.setup returned": lambda: fabric.no_backward_sync(net),
         "has no method of that name": lambda: model.mark_forward_method("generate"),
         "Did you mean 'model'": lambda: fabric.save(tmp_path / "x", {"model": model}, filter={"modle": print}),
-        "the norm of the gradients is nan": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0),
+        "the gradient norm is nan": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0),
     }
     fabric.backward(model(torch.full((1, 1), float("nan"))).sum())
     for text, call in wrong.items():
@@ -250,7 +250,7 @@ class Elsewhere(ClusterEnvironment):
 
 def test_a_process_that_is_one_of_several_does_not_start_the_others() -> None:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, plugins=Elsewhere())
-    with pytest.raises(RuntimeError, match=r"this is already one of several: its local_rank\(\) is 1"):
+    with pytest.raises(RuntimeError, match=r"this process is not the first: its local_rank\(\) is 1"):
         fabric.launch(lambda fabric: None)
 
 

@@ -40,7 +40,7 @@ def test_attributes_are_found_in_the_module_and_its_hyperparameters() -> None:
     library_functions.lightning_setattr(net, "lr", 0.5)
     library_functions.lightning_setattr(net, "batch_size", 8)
     assert (library_functions.lightning_getattr(net, "lr"), net.hparams.lr, net.batch_size) == (0.5, 0.5, 8)
-    with pytest.raises(AttributeError, match="'rate' is neither an attribute of Net"):
+    with pytest.raises(AttributeError, match="'rate' is not an attribute or hyperparameter of Net"):
         library_functions.lightning_getattr(net, "rate")
 
 
@@ -63,7 +63,7 @@ def test_files_are_written_whole_and_read_with_and_without_loading_their_values(
     assert library_functions.get_filesystem(path).isfile(str(path))
     assert library_functions.is_local(path)
     assert not library_functions.is_local("s3://bucket/x")
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         library_functions.lazy_load(tmp_path / "other.pt")
 
 
@@ -79,7 +79,7 @@ def test_tensors_without_values_get_initialized_ones() -> None:
             super().__init__()
             self.w = nn.Parameter(torch.empty(2, device="meta"))
 
-    with pytest.raises(TypeError, match=r"1 \(Raw\) has tensors on the meta device and no reset_parameters"):
+    with pytest.raises(TypeError, match=r"1 \(Raw\) has tensors on the meta device, but no reset_parameters"):
         library_functions.materialize_meta_tensors(nn.Sequential(nn.Linear(1, 1), Raw()), "cpu")
 
 
@@ -89,7 +89,7 @@ def test_objects_that_cannot_be_pickled_are_recognized() -> None:
 
 
 def test_more_gpus_than_there_are_cannot_be_found() -> None:
-    with pytest.raises(ValueError, match="asks for more GPUs than this process sees"):
+    with pytest.raises(ValueError, match=r"needs more GPUs than the \d+ this process sees"):
         library_functions.find_usable_cuda_devices(torch.cuda.device_count() + 1)
 
 

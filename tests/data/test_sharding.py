@@ -820,7 +820,7 @@ def test_an_iterable_of_ones_own_is_left_alone_since_it_may_know_its_rank(caplog
         for shard in (shard_training, shard_evaluation):
             assert shard(loader, 1, 2) is loader
     said = caplog.text
-    assert said.count("each of the 2 processes gets all its batches") == 2
+    assert said.count("each of the 2 processes uses all the batches") == 2
     assert "Reread is not a DataLoader" in said
 
 

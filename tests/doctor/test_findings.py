@@ -48,7 +48,7 @@ def test_a_healthy_run_gives_no_finding_at_all() -> None:
 def test_a_run_that_is_too_short_says_how_many_batches_are_needed_and_nothing_else() -> None:
     report = diagnose(Small(), batches(WARM_UP))
     assert report.findings == []
-    assert f"too short to say anything: the first {WARM_UP} batches do not count" in report.verdict()
+    assert f"too short to say anything, because the first {WARM_UP} batches do not count" in report.verdict()
     assert f"{WARM_UP + 1} or more" in report.verdict()
     assert "A step takes" in diagnose(Small(), batches(WARM_UP + 1)).verdict(), "the number is true"
 

@@ -144,7 +144,7 @@ def test_a_loader_is_changed_without_changing_its_data() -> None:
     assert double.drop_last
     assert sorted(torch.cat([batch[0] for batch in double]).tolist()) == list(range(8))
     assert changed(loader, num_workers=2).num_workers == 2
-    with pytest.raises(ValueError, match="list cannot be changed"):
+    with pytest.raises(ValueError, match="cannot change a list"):
         changed([1], num_workers=1)
 
 

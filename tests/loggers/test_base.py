@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
 import pytest
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer, messages
+from paceline import Trainer, loggers, messages
 from paceline.loggers import DummyLogger
 from paceline.loggers.base import Nothing, rank_zero_experiment
 
@@ -48,3 +49,15 @@ def test_the_experiment_of_a_logger_of_ones_own_is_made_on_rank_0_only(monkeypat
     assert Mine().experiment == "made"
     monkeypatch.setattr(messages, "is_rank_zero", lambda: False)
     assert isinstance(Mine().experiment, Nothing)
+
+
+def test_every_logger_takes_values_and_settings_by_keyword() -> None:
+    for name in loggers.__all__:
+        kind = getattr(loggers, name)
+        if kind is not DummyLogger:
+            assert list(inspect.signature(kind.log_metrics).parameters) == ["self", "metrics", "step"], name
+            assert list(inspect.signature(kind.log_hyperparams).parameters) == ["self", "params", "metrics"], name
+    dummy = DummyLogger()
+    dummy.log_metrics(metrics={"loss": 1.0}, step=3)
+    dummy.log_hyperparams(params={"lr": 0.1})
+    dummy.log_image(key="anything", images=[])

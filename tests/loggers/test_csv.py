@@ -202,7 +202,7 @@ def test_a_value_that_is_no_number_is_refused_and_the_rows_before_stay(tmp_path:
 
 
 def test_a_flush_distance_below_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"flush_logs_every_n_steps=0\) would never write.*1 or more"):
+    with pytest.raises(ValueError, match=r"flush_logs_every_n_steps=0\) would never write.*Pass 1"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 

@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_traced_costs_a_warning_only(tmp_path: Path, read
 
 def test_a_value_that_is_no_number_is_refused(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
-    with pytest.raises(TypeError, match=r"metric 'loss/train'.*'high' .of type str.* is not one number"):
+    with pytest.raises(TypeError, match=r"metric 'loss/train'.*'high' .of type str.* is not a single number"):
         logger.log_metrics({"loss": {"train": "high"}}, step=0)
 
 

@@ -242,7 +242,7 @@ def test_contradictions_are_refused_when_the_logger_is_made(arguments: dict[str,
 
 def test_a_value_that_is_no_number_is_refused_before_a_run_is_started(offline_wandb: Path) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True)
-    with pytest.raises(TypeError, match=r"metric 'loss'.*is not one number"):
+    with pytest.raises(TypeError, match=r"metric 'loss'.*is not a single number"):
         logger.log_metrics({"loss": "low"}, step=0)
     assert list(offline_wandb.glob("wandb*")) == []
 

@@ -74,8 +74,8 @@ SAID = (
     "submodules of Net are in eval mode",
     "no step metrics reach the loggers",
     "improved from",
-    "not logged yet",
-    "can neither be stored nor pickled",
+    "not been logged yet",
+    "cannot be stored or pickled",
     "Step 4: saved",
 )
 

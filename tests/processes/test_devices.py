@@ -38,7 +38,7 @@ def test_kinds_of_devices_are_taken_in_order(
 
 @pytest.mark.parametrize(
     ("accelerator", "what"),
-    [("gpu", "a GPU"), ("cuda", "a CUDA device"), ("mps", "a MPS device")],
+    [("gpu", "GPU"), ("cuda", "CUDA device"), ("mps", "MPS device")],
 )
 def test_a_kind_that_is_not_there_says_what_is_and_what_to_do(
     accelerator: str, what: str, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +47,7 @@ def test_a_kind_that_is_not_there_says_what_is_and_what_to_do(
     with pytest.raises(RuntimeError) as caught:
         find_kind(accelerator)
     text = str(caught.value)
-    assert f"accelerator={accelerator!r}) asks for {what}, but this process sees none (CUDA_VISIBLE_DEVICES=)" in text
+    assert f"accelerator={accelerator!r}): this process sees no {what} (CUDA_VISIBLE_DEVICES=), and torch" in text
     assert f"torch {torch.__version__} is built" in text
     assert "Use accelerator='auto' or 'cpu'" in text
 

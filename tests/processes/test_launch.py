@@ -259,7 +259,7 @@ def test_machines_that_cannot_find_each_other_are_told_what_to_type(monkeypatch:
     ("name", "value", "kind", "match"),
     [
         ("NODE_RANK", "2", ValueError, "NODE_RANK=2 must be a whole number from 0 to 1"),
-        ("MASTER_PORT", "65536", ValueError, "MASTER_PORT=65536 is not a whole number"),
+        ("MASTER_PORT", "65536", ValueError, "MASTER_PORT=65536 must be a whole number"),
         ("MASTER_ADDR", "no.such.host.invalid", OSError, "MASTER_ADDR=no.such.host.invalid is not the name"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_crash_in_compiled_code_is_to_blame_and_says_where(
     script.write_text(CRASH)
     code, out, err = finish(begin([str(script), method, "itself"], environ, tmp_path))
     first, *rest = out.splitlines()
-    assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in compiled code that was called here:"
+    assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in native code that was called here:"
     assert rest[0].startswith("Current thread")
     assert rest[-2].endswith(" in crash_here")
     assert rest[-1].endswith(" in work")
@@ -492,7 +492,7 @@ def test_what_a_fresh_process_cannot_import_is_named_with_what_to_do(
     if on_path:
         monkeypatch.syspath_prepend(tmp_path)
     said = (
-        rf"(?s)A fresh process cannot import what the run uses \({reason}\)\. .* "
+        rf"(?s)A fresh process cannot import a definition that the run uses \({reason}\)\. .* "
         r"top level of a \.py file.*`pythonpath`.*strategy='ddp_fork'"
     )
     with pytest.raises(RuntimeError, match=said):

@@ -63,7 +63,7 @@ def test_without_a_seed_the_environment_decides_ours_first(monkeypatch: pytest.M
 
 
 def test_without_any_seed_0_is_used_with_a_warning():
-    with pytest.warns(UserWarning, match=r"found no seed .*so it uses 0"):
+    with pytest.warns(UserWarning, match=r"uses seed 0, because no seed"):
         assert seed_everything(verbose=False) == 0
 
 

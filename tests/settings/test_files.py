@@ -228,4 +228,4 @@ def test_u23_a_script_without_the_launcher_finds_the_file(launcher: list[str], t
     )
     processes = 2 if launcher else 1
     assert done.stdout.splitlines() == [f"bf16-mixed 3 {processes}"] * processes
-    assert done.stderr.count("Trainer takes from the settings: precision='bf16-mixed'") == 1
+    assert done.stderr.count("Trainer takes these arguments from the settings: precision='bf16-mixed'") == 1

@@ -80,7 +80,7 @@ def test_d1_of_any_two_places_the_higher_one_counts_for_every_setting(
         else:
             (line,) = said
             assert line.startswith(f"{name} is {first!r}, from ")
-            assert f"this overrides {second!r} from " in line
+            assert f"which overrides {second!r} from " in line
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -122,7 +122,7 @@ def test_d3_a_conflict_is_said_once_with_both_values_their_places_and_the_winner
     for _ in range(2):
         resolved("mixed_precision", tmp_path, {"code": "no", "file": "bf16"})
     assert [record.message for record in caplog.records] == [
-        "mixed_precision is 'no', from Accelerator(mixed_precision='no'); this overrides 'bf16' from "
+        "mixed_precision is 'no', from Accelerator(mixed_precision='no'), which overrides 'bf16' from "
         f"{tmp_path / 'settings.json'}: mixed_precision."
     ]
 

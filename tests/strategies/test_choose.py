@@ -67,10 +67,10 @@ def test_our_own_names_stay_ours_and_are_found_without_a_look_at_packages(
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = [install(tmp_path, monkeypatch, ["mine"]) for _ in "ab"]
-    with pytest.raises(ValueError, match="Two installed packages offer a strategy 'mine'") as caught:
+    with pytest.raises(ValueError, match="Two installed packages provide a strategy named 'mine'") as caught:
         Trainer(**QUIET, strategy="mine")
     assert all(f"{package}:Brought" in str(caught.value) for package in packages)
-    assert "Uninstall one, or pass the Strategy object" in str(caught.value)
+    assert "Uninstall one of them, or pass the Strategy object" in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [{"devices": 2}, {"num_nodes": 2}])
@@ -79,7 +79,7 @@ def test_a_packages_strategy_of_one_process_is_refused_several(
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
     with pytest.raises(
-        ValueError, match=r"runs in one process\. Derive it from paceline\.strategies.DistributedStrategy"
+        ValueError, match=r"runs in a single process\. Derive it from paceline\.strategies.DistributedStrategy"
     ):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 
@@ -121,7 +121,7 @@ def test_a_strategy_on_another_device_than_listed_is_refused(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     strategy = SingleDevice("cuda:2")
     assert choose_strategy(strategy, "gpu", [2]) is strategy
-    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts the SingleDevice.*on cuda:2\. Leave dev"):
+    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts strategy=SingleDevice.*on cuda:2\. Leave dev"):
         choose_strategy(strategy, "gpu", [1])
 
 
@@ -137,7 +137,7 @@ def test_a_strategy_for_several_may_repeat_how_many() -> None:
 
     strategy = Several("cpu")
     assert choose_strategy(strategy, "cpu", 4, 2) is strategy
-    with pytest.raises(ValueError, match=r"devices=8\) contradicts the Several"):
+    with pytest.raises(ValueError, match=r"devices=8\) contradicts strategy=Several"):
         choose_strategy(strategy, "cpu", 8, 2)
-    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts the Several it was given, whose num_nodes is 2"):
+    with pytest.raises(ValueError, match=r"num_nodes=4\) contradicts strategy=Several\(...\), whose num_nodes is 2"):
         choose_strategy(strategy, "cpu", 4, 4)

@@ -92,17 +92,17 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
     ("arguments", "error", "message"),
     [
         ({"strategy": "dpp"}, ValueError, r"Unknown strategy 'dpp'\. Did you mean 'ddp'\?.*or pass a Strategy"),
-        ({"strategy": "dp"}, ValueError, "DataParallel copies the model every step.*strategy='ddp'"),
+        ({"strategy": "dp"}, ValueError, "DataParallel copies the model in every step.*strategy='ddp'"),
         ({"strategy": "cpu", "devices": 2}, ValueError, "contradict each other: this strategy uses one device"),
         ({"num_nodes": 0}, ValueError, r"num_nodes=0 is not a valid number of machines"),
         ({"strategy": 3}, TypeError, r"strategy=3 is an int"),
-        ({"accelerator": "gpu"}, RuntimeError, "asks for a GPU, but this process sees none.*accelerator='auto'"),
+        ({"accelerator": "gpu"}, RuntimeError, "this process sees no GPU.*accelerator='auto'"),
         ({"accelerator": "tpu"}, ValueError, "not XLA or Gaudi devices"),
         ({"accelerator": "gpuu"}, ValueError, r"Unknown accelerator 'gpuu'\. Did you mean 'gpu'"),
         ({"accelerator": 3}, TypeError, r"accelerator=3 is an int"),
-        ({"devices": 0}, ValueError, r"devices=0\) asks for no device"),
-        ({"devices": "two"}, ValueError, r"devices='two' is not a number of devices"),
-        ({"devices": 1.5}, ValueError, r"devices=1.5 is not a number of devices"),
+        ({"devices": 0}, ValueError, r"devices=0\) selects no device"),
+        ({"devices": "two"}, ValueError, r"devices='two' is not a valid number of devices"),
+        ({"devices": 1.5}, ValueError, r"devices=1.5 is not a valid number of devices"),
         ({"strategy": SingleDevice("cpu"), "accelerator": "mps"}, (ValueError, RuntimeError), "mps"),
         *(
             ({"strategy": strategy, "num_nodes": 2}, ValueError, f"2 machines, but {said} .* each machine with {fix}")

@@ -473,7 +473,7 @@ def test_synchronized_batch_norm_equals_one_process(capfd: pytest.CaptureFixture
 def test_batch_norm_of_one_process_each_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     ranks(2, normed, "ddp", 2, False)
     said = capfd.readouterr().err
-    assert said.count("1 batch norms of Normed see only their own process's batch") == 1
+    assert said.count("1 batch norms in Normed see only their own process's batch") == 1
     assert "Trainer(sync_batchnorm=True)" in said
 
 
@@ -544,9 +544,9 @@ def test_a_skipped_batch_is_refused() -> None:
 
 
 def test_unknown_and_own_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"argument of DDPStrategy 'bucket_cap'\. Did you mean 'bucket_cap_mb'"):
+    with pytest.raises(TypeError, match=r"DDPStrategy argument 'bucket_cap'\. Did you mean 'bucket_cap_mb'"):
         DDPStrategy(bucket_cap=1)
-    with pytest.raises(TypeError, match=r"DDPStrategy\(device_ids=...\): the strategy sets this itself"):
+    with pytest.raises(TypeError, match=r"DDPStrategy\(device_ids=...\): the strategy sets this argument itself"):
         DDPStrategy(device_ids=[0])
     with pytest.raises(ValueError, match=r"Unknown ddp_comm_hook 'fp61'\. Did you mean 'fp16'"):
         DDPStrategy(ddp_comm_hook="fp61")
@@ -558,7 +558,7 @@ def test_unknown_and_own_arguments_are_refused() -> None:
         DDPStrategy(ddp_comm_hook="fp16", ddp_comm_wrapper="fp61")
     with pytest.raises(ValueError, match="have no effect without ddp_comm_hook"):
         DDPStrategy(ddp_comm_state={"matrix_approximation_rank": 1})
-    with pytest.raises(ValueError, match=r"process_group_backend='nccl'\): NCCL connects CUDA devices"):
+    with pytest.raises(ValueError, match=r"process_group_backend='nccl'\): NCCL only works with CUDA devices"):
         Trainer(**QUIET, strategy=DDPStrategy(process_group_backend="nccl"))
 
 

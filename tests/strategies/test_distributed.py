@@ -147,7 +147,7 @@ def test_a_rank_whose_partner_ended_says_so() -> None:
     with pytest.raises(RanksError) as caught:
         ranks(2, talk)
     lost, cause = caught.value.errors
-    assert "Rank 0 lost the connection to another rank, which has ended" in str(lost)
+    assert "Rank 0 lost the connection to another rank, which has exited" in str(lost)
     assert isinstance(cause, ValueError)
 
 
@@ -191,7 +191,7 @@ def test_a_group_of_another_size_is_refused() -> None:
 
 
 def test_an_unknown_start_method_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"start_method for DDPStrategy 'spwan'\. Did you mean 'spawn'"):
+    with pytest.raises(ValueError, match=r"DDPStrategy start_method 'spwan'\. Did you mean 'spawn'"):
         DDPStrategy(start_method="spwan")
 
 
@@ -272,7 +272,7 @@ def test_constructors_show_the_arguments_that_they_pass_on_and_refuse_others() -
         parameters = inspect.signature(kind.__init__).parameters
         assert process < set(parameters), kind
         assert parameters["timeout"].default == timedelta(minutes=30)
-        with pytest.raises(TypeError, match=rf"Unknown argument of {kind.__name__} 'timeot'. Did you mean 'timeout'\?"):
+        with pytest.raises(TypeError, match=rf"Unknown {kind.__name__} argument 'timeot'. Did you mean 'timeout'\?"):
             kind(timeot=timedelta(hours=1))
     assert "gradient_as_bucket_view" in inspect.signature(DDPStrategy).parameters
     with pytest.raises(TypeError, match=r"ModelParallelStrategy\(device_mesh=\.\.\.\): the strategy sets this"):

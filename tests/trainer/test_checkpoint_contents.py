@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_what_a_hook_adds_is_checked_and_named(tmp_path: Path):
 
 def test_hyperparameters_that_are_not_plain_stay_out_with_one_warning(tmp_path: Path):
     trainer = fit(Configured(activation=lambda x: x))
-    with pytest.warns(UserWarning, match=r"left out .*: activation \(function\).*ignore=\['activation'\]"):
+    with pytest.warns(UserWarning, match=r"leave them out: activation \(function\).*ignore=\['activation'\]"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -250,7 +251,7 @@ def test_weights_under_a_prefix_get_a_hint(tmp_path: Path):
     content["state_dict"] = {f"model.net.{key}": value for key, value in content["state_dict"].items()}
     single_file.write(content, tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"names would match without the prefix 'model\.net\.': remove it in on_load"
+        RuntimeError, match=r"names would match without the prefix 'model\.net\.', so remove it in on_load"
     ):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
@@ -301,7 +302,7 @@ def test_strict_loading_may_be_switched_off_in_the_class(tmp_path: Path):
 
 def test_a_fit_cannot_go_on_from_weights_only(tmp_path: Path):
     fit().save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    with pytest.raises(ValueError, match=r"holds weights only .*TinyModule\.load_from_checkpoint\(path\)"):
+    with pytest.raises(ValueError, match=r"contains only weights .*TinyModule\.load_from_checkpoint\(path\)"):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -338,10 +339,10 @@ class Scheduled(TinyModule):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Adam, "does not fit optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not fit optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
-        (Frozen, "does not fit optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
-        (Scheduled, "holds 0 learning rate schedulers, but configure_optimizers returned 1"),
+        (Adam, "does not match optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
+        (Groups, "does not match optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
+        (Frozen, "does not match optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
+        (Scheduled, "contains 0 learning rate schedulers, but configure_optimizers returned 1"),
     ],
 )
 def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(tmp_path: Path, module: Any, said: str):
@@ -353,7 +354,7 @@ def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(t
 
 def test_another_number_of_optimizers_is_an_error(tmp_path: Path):
     fit(path=tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="holds 1 optimizers, but configure_optimizers returned 2"):
+    with pytest.raises(ValueError, match="contains 1 optimizers, but configure_optimizers returned 2"):
         fit(Two(), ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -445,3 +446,39 @@ def test_the_counters_stand_where_lightning_looks_for_them(tmp_path: Path):
     assert inside["epoch_loop.state_dict"] == {"_batches_that_stepped": 8}
     after = single_file.read(tmp_path / "after.ckpt")["loops"]["fit_loop"]
     assert after["epoch_progress"]["current"] == {"ready": 2, "started": 2, "processed": 2, "completed": 2}
+
+
+class KeepsSettings(TinyModule):
+    """Adds an object of a class to its checkpoints, and notes what it gets back."""
+
+    found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings"] = Namespace(width=4)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint.get("settings")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize("where", ["paceline", "foreign"])
+def test_each_entry_point_opens_objects_only_where_it_is_told_to(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(KeepsSettings(), path)
+    if where == "foreign":
+        checkpoint = single_file.read(path, trusted=True)
+        del checkpoint["paceline"]["objects"]
+        torch.save(checkpoint, path)
+    for name in ("fit", "validate", "test", "predict"):
+        module, run = KeepsSettings(), getattr(Trainer(**QUIET, max_epochs=3), name)
+        if where == "foreign":
+            with pytest.raises(ValueError, match=r"creates 'argparse.Namespace'.*weights_only=False"):
+                run(module, tiny_loader(1), ckpt_path=path)
+        else:
+            run(module, tiny_loader(1), ckpt_path=path)
+            assert module.found is None, name
+        run(module, tiny_loader(1), ckpt_path=path, weights_only=False)
+        assert module.found == Namespace(width=4), name

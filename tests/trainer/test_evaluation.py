@@ -147,7 +147,7 @@ def test_with_several_loaders_dataloader_idx_is_needed_and_asked_for(quiet: dict
     for name in ("on_predict_batch_start", "predict_step"):
         module = Net()
         setattr(module, name, lambda batch, batch_idx, dataloader_idx: None)
-        with pytest.raises(RuntimeError, match=f"Net.{name} needs dataloader_idx.*there is one. Write it as def"):
+        with pytest.raises(RuntimeError, match=f"Net.{name} needs dataloader_idx.*there is only one. Write it as def"):
             Trainer(**quiet).predict(module, loader())
     module = Net()
     module.on_predict_batch_start = lambda batch, batch_idx: None  # type: ignore[method-assign]
@@ -449,5 +449,5 @@ def test_step_values_of_an_evaluation_go_to_the_loggers_only(quiet: dict[str, An
     assert trainer.test(Logs(), loader(), verbose=False) == [{"both_epoch": 0.5}]
     assert trainer.callback_metrics == {"both": 0.5, "both_epoch": 0.5}
     assert trainer.logged_metrics == {"both_step": 1.0, "alone": 1.0, "both_epoch": 0.5}
-    with pytest.raises(KeyError, match="a step's value of an evaluation, which is for the loggers only"):
+    with pytest.raises(KeyError, match="an evaluation's step value, which only goes to the loggers"):
         trainer.callback_metrics["both_step"]

@@ -157,6 +157,19 @@ class ByItems(Net):
         return {"loss": self.loss(batch, batch_idx), "num_items": batch_idx % 3 + 1}
 
 
+class Joint(Net):
+    """Muon for a matrix, AdamW for the rest, each with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        matrix, *others = self.parameters()
+        matrices, rest = torch.optim.Muon([matrix], lr=0.05), torch.optim.AdamW(others, lr=0.05)
+        steps = torch.optim.lr_scheduler.ExponentialLR(rest, 0.97)
+        return [matrices, rest], [
+            torch.optim.lr_scheduler.StepLR(matrices, 1),
+            {"scheduler": steps, "interval": "step"},
+        ]
+
+
 class ByHand(Net):
     """Accumulates two batches for one optimizer, steps the other after each."""
 
@@ -367,6 +380,7 @@ CASES: dict[str, Case] = {
     "combined, workers": Case(lambda: {"a": loader(num_workers=1), "b": loader(Noisy(8), num_workers=1)}, at=5),
     "accumulation": Case(accumulate_grad_batches=3),
     "accumulation by items": Case(module=ByItems, accumulate_grad_batches=3),
+    "two optimizers": Case(module=Joint, precision="16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.5),
     "by hand": Case(module=ByHand),
     "validation inside": Case(validates=True, val_check_interval=3),
     "plateau of steps": Case(module=Plateau, validates=True, val_check_interval=2, at=3),
@@ -397,8 +411,10 @@ def test_a_stateful_loader_is_entered_where_it_was(workers: int, tmp_path: Path)
 SPREAD: dict[str, Case] = {
     "ddp": Case(strategy="ddp", devices=2),
     "ddp, accumulation": Case(strategy="ddp", devices=2, accumulate_grad_batches=3, module=ByItems),
+    "ddp, two optimizers": Case(module=Joint, strategy="ddp", devices=2, accumulate_grad_batches=3, at=2),
     "ddp, workers": Case(lambda: loader(num_workers=1), strategy="ddp", devices=2, at=2),
     "ddp, torchmetrics": Case(module=Measured, strategy="ddp", devices=2, at=2),
+    "fsdp, two optimizers": Case(module=Joint, strategy="fsdp", devices=2, at=4),
     "fsdp, accumulation": Case(strategy="fsdp", devices=2, accumulate_grad_batches=3),
 }
 
@@ -462,7 +478,7 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert metrics["loss_epoch"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert metrics["least"] == min(losses)
     (said,) = [record.message for record in caplog.records if "Derived" in record.message]
-    assert "written on 2 ranks, and this run has 1 rank" in said
+    assert "written on 2 ranks and this run has 1 rank" in said
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
     assert "random states" not in said

@@ -57,7 +57,7 @@ ASKED = {
     ("progress_bar_metrics", "train_loss"): "'train_loss' " + END.format(False) + "Nothing is available yet.",
     ("progress_bar_metrics", "both"): "'both' is logged without prog_bar=True. Nothing is available yet.",
     ("logged_metrics", "unsent"): "'unsent' is logged with logger=False.",
-    ("logged_metrics", "both_step"): "'both_step' is a step's value, which goes to the loggers every log_every_n_steps",
+    ("logged_metrics", "both_step"): "'both_step' is a step value, which goes to the loggers every log_every_n_steps",
     ("logged_metrics", "train_loss"): "'train_loss' " + END.format(False),
 }
 

@@ -446,7 +446,9 @@ def test_a_monitor_that_was_never_logged_lists_what_was(quiet: dict[str, Any]) -
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
-    with pytest.raises(RuntimeError, match=r"monitors 'val_loss', which was not logged.*logged so far: 'train_acc'"):
+    with pytest.raises(
+        RuntimeError, match=r"monitors 'val_loss', which had not been logged.*Logged so far: 'train_acc'"
+    ):
         fit(Scheduled(), loader(2), quiet=quiet)
 
 

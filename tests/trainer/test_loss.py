@@ -59,19 +59,23 @@ def warned(module: TinyModule, *loaders: Any, **arguments: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("logs", "arguments", "beginning"),
     [
-        ({"train_loss": {}}, {"log_every_n_steps": 1}, "train_loss is nan by step 6, epoch 1."),
-        ({"train_loss": {}}, {"log_every_n_steps": 3}, "train_loss is nan by step 6, epoch 1."),
-        ({"train_loss": {}}, {}, "train_loss is nan by step 8, epoch 1."),
-        ({"Loss": {"on_epoch": True, "on_step": False}}, {}, "Loss is nan by step 8, epoch 1."),
-        ({"loss": {"logger": False, "prog_bar": True}}, {}, "loss is nan by step 8, epoch 1."),
-        ({}, {"log_every_n_steps": 3}, "The loss that Spoiled.training_step returned is nan by step 6, epoch 1."),
+        ({"train_loss": {}}, {"log_every_n_steps": 1}, "train_loss is nan as of step 6, epoch 1."),
+        ({"train_loss": {}}, {"log_every_n_steps": 3}, "train_loss is nan as of step 6, epoch 1."),
+        ({"train_loss": {}}, {}, "train_loss is nan as of step 8, epoch 1."),
+        ({"Loss": {"on_epoch": True, "on_step": False}}, {}, "Loss is nan as of step 8, epoch 1."),
+        ({"loss": {"logger": False, "prog_bar": True}}, {}, "loss is nan as of step 8, epoch 1."),
+        ({}, {"log_every_n_steps": 3}, "The loss that Spoiled.training_step returned is nan as of step 6, epoch 1."),
         (
             {"kl_loss": {"value": 0.5}},
             {"log_every_n_steps": 1},
-            "The loss that Spoiled.training_step returned is nan by step 6, epoch 1.",
+            "The loss that Spoiled.training_step returned is nan as of step 6, epoch 1.",
         ),
-        ({"kl_loss": {"value": 0.5}}, {}, "The loss that Spoiled.training_step returned is nan by step 8, epoch 1."),
-        ({"nll": {}}, {"barebones": True}, "The loss that Spoiled.training_step returned is nan by step 8, epoch 1."),
+        ({"kl_loss": {"value": 0.5}}, {}, "The loss that Spoiled.training_step returned is nan as of step 8, epoch 1."),
+        (
+            {"nll": {}},
+            {"barebones": True},
+            "The loss that Spoiled.training_step returned is nan as of step 8, epoch 1.",
+        ),
     ],
 )
 def test_the_first_loss_that_is_not_finite_is_warned_of_once(
@@ -83,9 +87,9 @@ def test_the_first_loss_that_is_not_finite_is_warned_of_once(
 
 def test_infinite_losses_and_those_of_validation_are_warned_of_too(tmp_path: Path) -> None:
     (text,) = warned(Spoiled({"a/loss": {}}, -math.inf), logger=CSVLogger(tmp_path), log_every_n_steps=1)
-    assert text.startswith("a/loss is -inf by step 6, epoch 1.")
+    assert text.startswith("a/loss is -inf as of step 6, epoch 1.")
     (text,) = warned(Spoiled({}), tiny_loader(1), limit_train_batches=3, val_check_interval=3, log_every_n_steps=9)
-    assert text.startswith("val_loss is nan by step 6, epoch 1.")
+    assert text.startswith("val_loss is nan as of step 6, epoch 1.")
 
 
 @pytest.mark.parametrize("quiet", ["finite", "another name", "guarded"])
@@ -109,5 +113,5 @@ def test_rank_0_warns_of_another_ranks_loss() -> None:
         return warned(OnRank1(), strategy="ddp", devices=2, max_epochs=1)
 
     (first, second) = ranks(2, fit)
-    assert [text.partition(".")[0] for text in first] == ["aux_loss is nan by step 2, epoch 0"]
+    assert [text.partition(".")[0] for text in first] == ["aux_loss is nan as of step 2, epoch 0"]
     assert second == []

@@ -132,10 +132,10 @@ def test_everything_that_is_one_number_is_taken(value: Any, number: float) -> No
     [
         (np.array([1.0, 2.0]), TypeError, r"got array\(\[1., 2.\]\) \(ndarray\)"),
         (1j, TypeError, r"got 1j \(complex\)"),
-        (torch.tensor(1j), TypeError, "got a complex tensor; a real number is needed"),
+        (torch.tensor(1j), TypeError, "got a complex tensor, but a real number is needed"),
         (object, TypeError, r"got <class 'object'> \(type\)"),
         ("1.5", TypeError, r"got '1.5' \(str\)"),
-        (torch.ones(0), ValueError, r"got a tensor of shape \(0,\); one number is needed"),
+        (torch.ones(0), ValueError, r"got a tensor of shape \(0,\), but a single number is needed"),
     ],
     ids=repr,
 )

@@ -299,7 +299,7 @@ def test_bfloat16_values_are_kept_with_full_sums(quiet: dict[str, Any]) -> None:
 def test_two_loaders_may_not_log_under_one_key(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), add_dataloader_idx=False))
     loaders = [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))]
-    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1; one value would replace the other"):
+    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1, so one value would replace the other"):
         Trainer(**quiet).validate(module, loaders, verbose=False)
 
 
@@ -363,10 +363,10 @@ def test_rank_zero_only_values_cannot_be_monitored(quiet: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("text", TypeError, r"got 'text' \(str\); a number, a tensor with one element"),
+        ("text", TypeError, r"got 'text' \(str\), but a number, a tensor with one element"),
         (None, TypeError, r"got None \(NoneType\)"),
         ({"a": 1}, TypeError, r"self\.log_dict"),
-        (torch.ones(3), ValueError, r"tensor of shape \(3,\); one number is needed. Log value.mean\(\)"),
+        (torch.ones(3), ValueError, r"tensor of shape \(3,\), but a single number is needed. Log value.mean\(\)"),
     ],
 )
 def test_what_is_no_number_is_refused(value: Any, error: type[Exception], message: str, quiet: dict[str, Any]) -> None:
@@ -396,7 +396,7 @@ def test_other_arguments_for_one_name_are_refused(quiet: dict[str, Any]) -> None
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end", "on_validation_end", "on_fit_end", "setup"])
 def test_hooks_where_logging_makes_no_sense_say_where_to_log(hook: str, quiet: dict[str, Any]) -> None:
     module = Values(**{hook: lambda m, *a: m.log("v", 1.0)})
-    with pytest.raises(RuntimeError, match=r"where no metrics are kept. Log it in"):
+    with pytest.raises(RuntimeError, match=r"where metrics cannot be logged. Log it in"):
         fit(module, batches(1), batches(1), quiet=quiet)
 
 
@@ -410,7 +410,7 @@ def test_on_step_in_an_epoch_hook_is_refused(hook: str, quiet: dict[str, Any]) -
 def test_predict_keeps_no_metrics(quiet: dict[str, Any]) -> None:
     module = Values()
     module.predict_step = lambda batch, batch_idx: module.log("v", 1.0)
-    with pytest.raises(RuntimeError, match="predict, which has no metrics, where no metrics"):
+    with pytest.raises(RuntimeError, match="was called in predict, where metrics cannot be logged"):
         Trainer(**quiet).predict(module, batches(1))
 
 
@@ -435,7 +435,7 @@ def test_batches_without_a_tensor_and_of_two_sizes_are_told_about(quiet: dict[st
 
 def test_integers_are_told_about_once(quiet: dict[str, Any]) -> None:
     module = Values(training_step=lambda m, b: m.log("v", 3))
-    with pytest.warns(UserWarning, match=r"got an integer; it is kept as torch.float32") as told:
+    with pytest.warns(UserWarning, match=r"got an integer, which is stored as torch.float32") as told:
         fit(module, batches(1, 1), quiet=quiet)
     assert sum("integer" in str(t.message) for t in told) == 1
 
@@ -551,7 +551,7 @@ def test_a_sanity_check_hook_refuses_logging(hook: str, quiet: dict[str, Any]) -
 def test_every_hook_of_predict_refuses_logging(hook: str, quiet: dict[str, Any]) -> None:
     module = Values(**{hook: lambda m, *a: m.log("v", 1.0)})
     module.predict_step = lambda batch: batch
-    with pytest.raises(RuntimeError, match="predict, which has no metrics"):
+    with pytest.raises(RuntimeError, match="in predict, where metrics cannot be logged"):
         Trainer(**quiet).predict(module, batches(1))
 
 
@@ -559,7 +559,7 @@ def test_on_load_checkpoint_refuses_logging(quiet: dict[str, Any]) -> None:
     trainer, _ = fit(Values(), batches(1), quiet=quiet)
     trainer.save_checkpoint("one.ckpt")
     module = Values(on_load_checkpoint=lambda m, checkpoint: m.log("v", 1.0))
-    with pytest.raises(RuntimeError, match="where no metrics are kept"):
+    with pytest.raises(RuntimeError, match="where metrics cannot be logged"):
         Trainer(max_epochs=2, **quiet).fit(module, batches(1), ckpt_path="one.ckpt")
 
 
@@ -1086,7 +1086,9 @@ class LogsIn(Values):
 )
 def test_a_call_where_no_metrics_are_kept_names_the_hook_that_made_it(hook: str, quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet, max_epochs=1)
-    with pytest.raises(RuntimeError, match=rf"^self\.log\('a'\) was called in {hook}, where no metrics are kept\. Log"):
+    with pytest.raises(
+        RuntimeError, match=rf"^self\.log\('a'\) was called in {hook}, where metrics cannot be logged\. Log"
+    ):
         trainer.fit(LogsIn(**{hook: {}}), [torch.ones(1, 1)], [torch.ones(1, 1)])
 
 
@@ -1098,7 +1100,7 @@ def test_a_name_with_different_arguments_names_the_hooks_that_log_it(quiet: dict
     def fit_with(module: Any, *callbacks: Callback) -> None:
         Trainer(**quiet, max_epochs=1, callbacks=list(callbacks)).fit(module, [torch.ones(1, 1)] * 2)
 
-    different = r"with different arguments \(prog_bar=False then True\), so it is not clear how to reduce it"
+    different = r"with different arguments \(prog_bar=False then True\), so it is not clear how to reduce the values"
     with pytest.raises(ValueError, match=rf"'a'\) was called in on_train_batch_start and training_step {different}"):
         fit_with(LogsIn(on_train_batch_start={}, training_step={"prog_bar": True}))
     with pytest.raises(ValueError, match=rf"'a'\) was called in training_step and on_train_batch_end {different}"):
@@ -1116,6 +1118,6 @@ def test_an_integer_says_how_to_make_it_a_float(quiet: dict[str, Any], recwarn: 
     fit(Values(training_step=log), batches(1), quiet=quiet)
     said = [str(one.message) for one in recwarn.list if "integer" in str(one.message)]
     assert said == [
-        "self.log('tensor') got an integer; it is kept as torch.float32. Pass value.float() to avoid this warning.",
-        "self.log('number') got an integer; it is kept as torch.float32. Pass float(value) to avoid this warning.",
+        f"self.log('{name}') got an integer, which is stored as torch.float32. Pass {to_float} to avoid this warning."
+        for name, to_float in (("tensor", "value.float()"), ("number", "float(value)"))
     ]

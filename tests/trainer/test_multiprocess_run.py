@@ -331,7 +331,7 @@ def test_a_model_of_configure_model_and_a_datamodule_are_there_after_a_forked_fi
     trainer.fit(module, datamodule=data)
     assert (data.made, trainer.num_training_batches, trainer.estimated_stepping_batches) == (1, 4, 8)
     assert trainer.train_dataloader is None
-    with pytest.raises(RuntimeError, match=r"(?s)'.*Mine'.*no checkpoint to resume.*weights_only=True\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)'.*Mine'.*cannot save a checkpoint to resume.*weights_only=True\)"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     saved = single_file.read(tmp_path / "x.ckpt")

@@ -70,7 +70,7 @@ def test_paceline_s_own_writes_what_is_written_without_it(
     trainer = fitted(quiet, tmp_path, plugin(), epochs=1)
     trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
     assert plugin().load_checkpoint(tmp_path / "by_hand.ckpt")["global_step"] == trainer.global_step
-    with pytest.raises(ValueError, match=r"storage_options=\{\}\): storage options come from the environment"):
+    with pytest.raises(ValueError, match=r"storage_options=\{\}\. Storage options come from the environment"):
         trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={})
     plugin().remove_checkpoint(tmp_path / "by_hand.ckpt")
     assert not (tmp_path / "by_hand.ckpt").exists()

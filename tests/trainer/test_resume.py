@@ -321,12 +321,12 @@ def test_evaluation_from_a_file_leaves_callbacks_alone(fitted: Trainer, tmp_path
 
 
 def test_best_with_nothing_saved_is_an_error():
-    with pytest.raises(ValueError, match="no checkpoint has been saved as the best one"):
+    with pytest.raises(ValueError, match="found no best checkpoint"):
         Trainer(**QUIET, enable_checkpointing=False).test(Net(), loader(), ckpt_path="best")
 
 
 def test_saving_before_any_run_is_an_error(tmp_path: Path):
-    with pytest.raises(AttributeError, match=r"there is no module to save yet\. Call fit"):
+    with pytest.raises(AttributeError, match=r"before the Trainer had a module to save\. Call fit"):
         Trainer(**QUIET).save_checkpoint(tmp_path / "x.ckpt")
     assert os.listdir(tmp_path) == []
 

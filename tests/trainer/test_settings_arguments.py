@@ -123,7 +123,7 @@ def test_d2_code_wins_and_says_so_once(
     for _ in range(2):
         filled = fill_in(OPEN | {argument: value})
     assert filled[argument] == value
-    assert len([line for line in caplog.messages if f"from Trainer({argument}=); this overrides " in line]) == 1
+    assert len([line for line in caplog.messages if f"from Trainer({argument}=), which overrides " in line]) == 1
     assert len(caplog.messages) == 2
 
 
@@ -140,7 +140,7 @@ def test_what_was_taken_is_said_with_its_place(elsewhere: Any, caplog: pytest.Lo
     elsewhere("mixed_precision: bf16\nuse_fsdp: true\n")
     fill_in(OPEN)
     (line,) = caplog.messages
-    assert line.startswith("Trainer takes from the settings: precision='bf16-mixed' (")
+    assert line.startswith("Trainer takes these arguments from the settings: precision='bf16-mixed' (")
     assert "c.yaml: mixed_precision), strategy='FSDPStrategy' (" in line
 
 
@@ -162,7 +162,7 @@ def test_a_strategy_in_code_counts_against_a_switch_and_says_so(
     caplog.set_level("INFO", logger="paceline")
     elsewhere("use_fsdp: true")
     assert fill_in(OPEN | {"strategy": "ddp"})["strategy"] == "ddp"
-    assert "strategy is 'ddp', from Trainer(strategy=); this overrides use_fsdp from " in caplog.text
+    assert "strategy is 'ddp', from Trainer(strategy=), which overrides use_fsdp from " in caplog.text
     caplog.clear()
     fill_in(OPEN | {"strategy": "fsdp_cpu_offload"})
     assert not caplog.messages
@@ -200,7 +200,7 @@ def test_lightnings_variables_give_arguments_that_code_leaves_out_and_one_line_s
     assert (trainer.limit_train_batches, trainer.detect_anomaly) == (0.5, True)
     assert (trainer.default_root_dir, trainer.precision) == (str(tmp_path / "x"), "bf16-mixed")
     (line,) = caplog.messages
-    assert line.startswith("Trainer takes from the settings: ")
+    assert line.startswith("Trainer takes these arguments from the settings: ")
     for name in ("limit_train_batches=0.5", "detect_anomaly=True", "precision='bf16-mixed'", "devices=1"):
         assert f"{name} (PL_TRAINER_{name.partition('=')[0].upper()})" in line
     assert "max_epochs" not in line
@@ -242,7 +242,7 @@ def test_lightnings_variables_count_after_pacelines_and_before_the_file(
     code |= {"plugins": MixedPrecision("16-mixed")} if "plugins" in places else {}
     assert Trainer(accelerator="cpu", logger=False, **code).precision == value
     if places == ("paceline", "lightning", "file"):
-        assert "this overrides 'bf16-true' from PL_TRAINER_PRECISION" in caplog.text
+        assert "which overrides 'bf16-true' from PL_TRAINER_PRECISION" in caplog.text
     if places == ("flag", "lightning"):
         assert "PL_TRAINER_PRECISION" not in caplog.text  # the launcher has spoken
 

@@ -127,7 +127,9 @@ def test_num_items_on_some_batches_only_is_an_error() -> None:
             return output if batch_idx == 0 else {"loss": output["loss"]}
 
     x, y = data(4)
-    with pytest.raises(ValueError, match=r"Sometimes\.training_step returned 'num_items' on some batches only"):
+    with pytest.raises(
+        ValueError, match=r"Sometimes\.training_step returned 'num_items' for some batches but not for all"
+    ):
         fit(Sometimes(), list(zip(x.split(2), y.split(2), strict=True)))
 
 
@@ -269,7 +271,7 @@ def test_lbfgs_with_accumulation_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2\) with LBFGS"):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2\) does not work with LBFGS"):
         fit(Second(), [data(2)] * 2, accumulate_grad_batches=2)
 
 
@@ -317,7 +319,7 @@ def test_onecycle_without_interval_is_stepped_every_update_and_told_once(monkeyp
     module = Cycle()
     fit(module, [data(2)] * 4)
     assert module.cycle.last_epoch == 4
-    assert [t for t in told if "OneCycleLR advances every optimizer step" in t]
+    assert [t for t in told if "OneCycleLR advances at every optimizer step" in t]
 
 
 @pytest.mark.parametrize("kind", ["step", "closure", "manual", "free"])
@@ -348,7 +350,7 @@ def test_a_batch_that_is_none_is_skipped_and_does_not_count(kind: str) -> None:
     optimized = kind in ("step", "closure")
     plain = copy.deepcopy(module)
     messages.forget()
-    with pytest.warns(UserWarning, match="yielded None instead of a batch: it is skipped"):
+    with pytest.warns(UserWarning, match="yielded None instead of a batch, so this batch is skipped"):
         fit(module, [one, None, two, None], accumulate_grad_batches=3 if optimized else 1)
     assert seen == [0, 2]
     if optimized:

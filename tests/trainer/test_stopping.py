@@ -263,4 +263,4 @@ def test_a_signal_to_all_processes_of_a_group_does_not_end_the_loaders_workers_b
     assert process.returncode == (143 if number == signal.SIGTERM else -number), said
     assert "DataLoader worker" not in said
     assert len(list((tmp_path / "files").glob("step=*.ckpt"))) == 1, said
-    assert said.count("finishing this step") == (number == signal.SIGINT)
+    assert said.count("the run stops after this step") == (number == signal.SIGINT)

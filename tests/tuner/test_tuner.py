@@ -352,7 +352,7 @@ def test_an_error_on_one_process_ends_the_search_on_all() -> None:
     with pytest.raises(RanksError) as caught:
         ranks(2, error_on_one)
     assert isinstance(caught.value.errors[1], KeyError)
-    assert "ended with an error on rank 1: KeyError: 'mine'" in str(caught.value.errors[0])
+    assert "failed on rank 1: KeyError: 'mine'" in str(caught.value.errors[0])
 
 
 def test_started_processes_bring_the_result_back() -> None:
@@ -372,7 +372,7 @@ def test_the_size_of_a_batch_sampler_that_was_given_is_said(caplog: pytest.LogCa
     assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16, effective_batch="keep") == 4
     assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16) == 16
     assert [len(batch[0]) for batch in loader] == [16] * 6
-    assert "From here on batch_size=16 (it was 4)" in caplog.text
+    assert "Set batch_size=16 (batch_size was 4)" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
@@ -459,17 +459,28 @@ class Exact(FromHooks):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Joint(FromHooks):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
 def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"one optimizer, but Joint\.configure_optimizers\(\) returned 6 optimizers\."
+    ):
+        Tuner(Trainer(**QUIET)).lr_find(Joint())
     with pytest.raises(RuntimeError, match="Manual uses manual optimization"):
         Tuner(Trainer(**QUIET)).lr_find(Manual())
-    with pytest.raises(RuntimeError, match="does not work for LBFGS, which Exact uses"):
+    with pytest.raises(RuntimeError, match="does not work with LBFGS, which Exact uses"):
         Tuner(Trainer(**QUIET)).lr_find(Exact())
-    with pytest.raises(ValueError, match="raises accumulate_grad_batches, which is for training with automatic"):
+    with pytest.raises(ValueError, match="changes accumulate_grad_batches, which works only in training"):
         tuned(9, Manual(), effective_batch=8)
 
 
 def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
-    with pytest.raises(TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*passed to lr_find\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*Pass the module to lr_find\(\)"
+    ):
         Tuner(Net())  # type: ignore[arg-type]
     wanted = r"The Tuner got the class Net as its module, but needs a TrainingModule object\. Did you mean Net\(\)\?"
     with pytest.raises(TypeError, match=wanted):
@@ -480,7 +491,7 @@ def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
 
 def test_contradictions_are_told_before_anything_runs() -> None:
     trainer = Trainer(**QUIET, callbacks=[GradientAccumulationScheduler({0: 2})])
-    with pytest.raises(ValueError, match="and so does the GradientAccumulationScheduler"):
+    with pytest.raises(ValueError, match="but so does the callback GradientAccumulationScheduler"):
         Tuner(trainer).scale_batch_size(FromHooks(), effective_batch="keep")
     with pytest.raises(ValueError, match="effective_batch='same'"):
         tuned(9, effective_batch="same")
@@ -490,7 +501,7 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         tuned(9, max_trials=0)
     with pytest.raises(ValueError, match="method of scale_batch_size 'train'"):
         tuned(9, method="train")
-    with pytest.raises(ValueError, match=r"lr_find\(method='test'\): a learning rate is for training"):
+    with pytest.raises(ValueError, match=r"lr_find\(method='test'\) is not supported, because a learning"):
         Tuner(Trainer(**QUIET)).lr_find(Net(), method="test")  # type: ignore[arg-type]
     trainer = Trainer(**QUIET)
     trainer.ckpt_path = "last"
@@ -502,7 +513,7 @@ def test_a_dry_run_searches_for_nothing() -> None:
     tuner, module = Tuner(Trainer(**QUIET, fast_dev_run=True)), FromHooks()
     found = tuner.lr_find(module)
     assert found.results == {"lr": [], "loss": []}
-    with pytest.warns(PacelineWarning, match="has no steps to suggest a learning rate from: .* fast_dev_run"):
+    with pytest.warns(PacelineWarning, match="cannot suggest a learning rate, because .* fast_dev_run"):
         assert found.suggestion() is None
     assert tuner.scale_batch_size(module) is None
     assert (module.lr, module.batch_size) == (0.05, 8)
@@ -513,5 +524,5 @@ def sharded_size() -> None:
 
 
 def test_a_forward_that_communicates_is_refused() -> None:
-    with pytest.raises(RanksError, match="on 2 processes with FSDPStrategy: a forward pass communicates"):
+    with pytest.raises(RanksError, match="on 2 processes with FSDPStrategy: its forward pass communicates"):
         ranks(2, sharded_size)

@@ -1,1 +1,1 @@
-"""The module that a Python started by a program finds under the name ``accelerate``."""
+"""The module that Python processes started by a program import as ``accelerate``."""

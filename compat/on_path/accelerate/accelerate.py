@@ -1,4 +1,4 @@
-"""The package ``accelerate`` in a Python that a program with the stand-in has started: Paceline's."""
+"""Replacement for ``accelerate`` in Python processes started by a program that uses Paceline's replacement."""
 
 import importlib
 import sys

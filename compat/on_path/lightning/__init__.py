@@ -1,1 +1,1 @@
-"""Modules that a Python started by a program finds under the names of ``lightning``."""
+"""The modules that Python processes started by a program import as ``lightning`` and its other names."""

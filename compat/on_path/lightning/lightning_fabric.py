@@ -1,4 +1,4 @@
-"""Stand-in for ``lightning_fabric`` in Python processes started by a program that uses Paceline's stand-in."""
+"""Replacement for ``lightning_fabric`` in Python processes started by a program that uses Paceline's replacement."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Stand-in for ``pytorch_lightning`` in Python processes started by a program that uses Paceline's stand-in."""
+"""Replacement for ``pytorch_lightning`` in Python processes started by a program that uses Paceline's replacement."""
 
 import importlib
 import sys

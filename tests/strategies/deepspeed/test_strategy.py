@@ -472,12 +472,12 @@ def test_names_say_stage_and_offload(name: str, stage: int, optimizer: bool, par
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stage": 0}, "has no ZeRO stage 0. Choose 1, 2 or 3. Stage 0 is strategy='ddp'"),
+        ({"stage": 0}, "has no ZeRO stage 0. Choose 1, 2 or 3. For stage 0, use strategy='ddp'"),
         ({"config": {"zero_optimization": {"stage": 4}}}, "has no ZeRO stage 4"),
         ({"stage": 2, "offload_parameters": True}, "only stage 3 partitions them"),
-        ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers makes the optimizer"),
-        ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers makes the scheduler"),
-        ({"config": "absent.json"}, "no such file in"),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers creates the optimizer"),
+        ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers creates the scheduler"),
+        ({"config": "absent.json"}, "does not exist in"),
         ({"config": {"zero_optimization": {"stage": 1, "overlap_comm": True}}}, "overlap_comm for stage 1"),
         (
             {"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
@@ -498,7 +498,7 @@ def test_a_config_file_is_read_and_wins_over_arguments(tmp_path: Path) -> None:
     assert found.stage == 3
     assert found.config == {"zero_optimization": {"stage": 3}}
     path.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         DeepSpeedStrategy(config=path)
     with pytest.raises(TypeError, match="Pass a dict, or the path"):
         DeepSpeedStrategy(config=3)  # type: ignore[arg-type]
@@ -577,8 +577,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (Manual, {}, "NotImplementedError", "Manual uses manual optimization"),
     (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs full parameters"),
     (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs full parameters"),
-    (Grows, {}, "RuntimeError", "has 2 parameter groups, but had 1"),
-    (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed has no precision '64-true'"),
+    (Grows, {}, "RuntimeError", "has 2 parameter groups, but it had 1"),
+    (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed does not support precision='64-true'"),
 ]
 
 
@@ -592,7 +592,7 @@ def test_what_zero_cannot_do_is_refused() -> None:
         assert said in text
     [(kind, text)] = errors([lambda: fit(strategy(3), Transformer(), callbacks=[WeightAveraging()])])
     assert kind == "NotImplementedError"
-    assert "averaged under DeepSpeed's stage 3" in text
+    assert "averaged with DeepSpeed stage 3" in text
 
 
 def test_a_loss_without_a_graph_is_explained_as_on_one_process() -> None:

@@ -392,7 +392,7 @@ def test_activation_checkpointing_runs_the_forward_again() -> None:
 
 def test_sizes_whose_product_is_not_the_number_of_processes_are_refused() -> None:
     for sizes, shown in (
-        ((2, 2), "2 x 2 = 4 processes, but there are 3"),
+        ((2, 2), "2 x 2 = 4 processes, but this run has 3"),
         ((2, None), "2 x 1 = 2"),
         ((None, 2), "1 x 2 = 2"),
     ):
@@ -537,7 +537,7 @@ class Unfilled(Lazy):
 
 
 def test_what_nobody_gives_a_value_is_an_error_that_names_it() -> None:
-    with pytest.raises(RanksError, match=r"nothing gives 'positions.table' a value"):
+    with pytest.raises(RanksError, match=r"nothing sets the values of 'positions.table'"):
         ranks(2, lambda: train(Unfilled(), FSDPStrategy(), 2, 1))
 
 
@@ -790,7 +790,7 @@ def test_a_module_can_be_trained_on_after_an_error_or_says_that_it_cannot() -> N
         return weights(train(module, FSDPStrategy(), 2, 3, precision="64-true"))
 
     if not hasattr(FSDPModule, "reset_iter_state"):
-        with pytest.raises(RanksError, match=r"left this Failing in the middle of a step.*upgrade torch"):
+        with pytest.raises(RanksError, match=r"run of this Failing in the middle of a step.*upgrade torch"):
             ranks(2, run)
         return
     module = Transformer()

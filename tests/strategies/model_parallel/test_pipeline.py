@@ -86,6 +86,15 @@ class Language(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Pair(Language):
+    """One optimizer for matrices, another for the rest, which automatic optimization steps together."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2, eps=1e-3)
+
+
 def data(size: int = 8, batches: int = 10, lowest: int = 1) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(lowest, WORDS, (batches, size, 7), generator=generator)
@@ -173,11 +182,12 @@ def test_four_stages_and_two_copies_of_two_give_the_numbers_of_one_process() -> 
     assert error(two_copies[0], exact) < 1e-6
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
-    exact, _, _ = fit(Language(), data(), precision="64-true", gradient_clip_val=0.5)
-    untouched, _, _ = fit(Language(), data(), precision="64-true")
+@pytest.mark.parametrize("kind", [Language, pytest.param(Pair, marks=pytest.mark.rotates(3))])
+def test_gradients_are_clipped_by_the_norm_over_all_stages(kind: type[Language]) -> None:
+    exact, _, _ = fit(kind(), data(), precision="64-true", gradient_clip_val=0.5)
+    untouched, _, _ = fit(kind(), data(), precision="64-true")
     assert error(untouched, exact) > 1e-2
-    (state, _, _), _ = ranks(2, lambda: fit(Language(), data(), pipeline(), 2, gradient_clip_val=0.5))
+    (state, _, _), _ = ranks(2, lambda: fit(kind(), data(), pipeline(), 2, gradient_clip_val=0.5))
     assert error(state, exact) < 1e-6
 
 
@@ -217,8 +227,9 @@ def test_bf16_is_off_by_what_it_is_off_in_one_process() -> None:
     assert error(state, exact) < 3 * error(alone, exact)
 
 
-def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
-    class Overflows(Language):
+@pytest.mark.parametrize("kind", [Language, pytest.param(Pair, marks=pytest.mark.rotates(3))])
+def test_an_overflow_on_one_stage_skips_the_step_on_all(kind: type[Language]) -> None:
+    class Overflows(kind):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
             weight = self.blocks[-1].out.weight  # on the last stage only
             return super().training_step(batch, batch_idx) + (0.0 if batch_idx != 2 else math.inf) * weight.sum()
@@ -523,7 +534,7 @@ class Fails(Language):
     ("module", "kind", "says"),
     [
         (Skips, RuntimeError, "needs the value of a tensor that an earlier stage computes"),
-        (Shortcut, RuntimeError, "ended without calling blocks.2"),
+        (Shortcut, RuntimeError, "finished without calling blocks.2"),
         (NoLoss, TypeError, "returned None for a micro-batch"),
         (Manual, ValueError, "manual optimization"),
         (Newton, ValueError, "LBFGS needs all weights"),
@@ -544,7 +555,7 @@ def test_what_a_pipeline_cannot_run_is_said(module: Any, kind: type[Exception], 
         ({"pipeline_schedule": "1f2b"}, "Unknown pipeline schedule '1f2b'. Did you mean '1f1b'?"),
         ({"virtual_stages": 2}, "one stage per process"),
         ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is the same as '1f1b'"),
-        ({"microbatches": 0}, "microbatches=0 is not a positive integer"),
+        ({"microbatches": 0}, "microbatches=0 must be a positive integer"),
         ({"data_parallel_shard": 2}, "cannot be sharded"),
         ({"context_parallel": 2, "context_parallel_dims": 1}, "context_parallel=2"),
     ],

@@ -163,7 +163,7 @@ def test_a_stage_may_begin_with_the_decoder() -> None:
 
 
 def test_fewer_blocks_than_stages_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"Net has 2 blocks .*fewer than the 3 pipeline stages"):
+    with pytest.raises(ValueError, match=r"Net has 2 blocks .*but there are 3 pipeline stages"):
         Stages(Net(blocks=2), 3, CPU)
 
 
@@ -181,9 +181,9 @@ def test_one_module_at_two_places_is_refused() -> None:
 @pytest.mark.parametrize(
     ("points", "says"),
     [
-        (["blocks.9", "blocks.3"], "Unknown name in split_points 'blocks.9'"),
-        (["blocks.1"], "need a list of 2 names"),
-        ("blocks.1", "need a list of 2 names"),
+        (["blocks.9", "blocks.3"], "Unknown split_points name 'blocks.9'"),
+        (["blocks.1"], "must be a list of 2 names"),
+        ("blocks.1", "must be a list of 2 names"),
         (["blocks.3", "blocks.1"], "in the order in which the modules run"),
         (["blocks.1", "blocks.1.linear"], "is inside another"),
     ],

@@ -518,7 +518,7 @@ def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, int]
 
 
 def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel=2\) splits sequences, but .* Pass context_parallel_dims"):
+    with pytest.raises(ValueError, match=r"context_parallel=2\) needs to know .* Pass context_parallel_dims"):
         ModelParallelStrategy(context_parallel=2)
 
     def run() -> None:
@@ -528,7 +528,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
             split.cut({"x": torch.zeros(2, 5)})
         with pytest.raises(ValueError, match=r"names 'x', but the batch has the keys \['y'\]"):
             split.cut({"y": torch.zeros(2, 4)})
-        with pytest.raises(ValueError, match=r"dimension 1 as the sequence of 'x', whose shape is \(4,\)"):
+        with pytest.raises(ValueError, match=r"dimension 1 of 'x' is the sequence, but its shape is \(4,\)"):
             split.cut({"x": torch.zeros(4)})
         x = torch.arange(8).reshape(2, 4)
         assert torch.equal(split.cut({"x": x, "y": x})["x"], x[:, 2 * dist.get_rank() :][:, :2])
@@ -651,7 +651,7 @@ def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() ->
             self.blocks[0].attention = Fixed(WIDTH, 4)
 
     def run() -> None:
-        with pytest.raises(RuntimeError, match=r"computes 1/2 of an attention's heads.*self\.num_heads, -1"):
+        with pytest.raises(RuntimeError, match=r"computes 1/2 of an attention layer's heads.*self\.num_heads, -1"):
             trained("model_parallel", Model(), batches(1))
 
     ranks(2, run)
@@ -698,9 +698,9 @@ def test_sizes_left_open_take_what_is_left(sizes: dict[str, Any], found: dict[st
 def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"is 3, which does not divide the number of processes, 8"):
         find_sizes(asked(tensor_parallel=3), 8, 8)
-    with pytest.raises(ValueError, match=r"data_parallel_shard=2 x tensor_parallel=2 is 4, not the number .*, 8"):
+    with pytest.raises(ValueError, match=r"data_parallel_shard=2 x tensor_parallel=2 is 4, which is not .*, 8"):
         find_sizes(asked(tensor_parallel=2, data_parallel_shard=2), 8, 8)
-    with pytest.raises(ValueError, match=r"tensor_parallel=0 is not a number of processes.*'auto'"):
+    with pytest.raises(ValueError, match=r"tensor_parallel=0 is not a valid number of processes.*'auto'"):
         ModelParallelStrategy(tensor_parallel=0)
     with pytest.raises(ValueError, match=r"is 3, which does not divide the number of processes, 2"):
         Trainer(strategy=ModelParallelStrategy(tensor_parallel=3), devices=2, **QUIET)

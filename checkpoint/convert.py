@@ -1,0 +1,51 @@
+"""Make plain data of the contents of a file that was pickled with objects."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import objects
+
+
+def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what a file holds as a checkpoint of plain data, and the objects that have no plain form.
+
+    A module becomes its ``state_dict``. Namespaces become dicts, numpy arrays tensors. In a checkpoint, other objects
+    go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
+
+    Raises:
+        TypeError: a file that is not a checkpoint contains something that is no plain data; the message says where.
+    """
+    if isinstance(contents, nn.Module):
+        return {"state_dict": contents.state_dict()}, []
+    found = _plainer(contents)
+    if not isinstance(found, dict):
+        raise TypeError(
+            f"{name!r} contains a single object of type {type(contents).__module__}.{type(contents).__qualname__}, not "
+            "a dict of values or a module, so it cannot be converted. Save its state_dict() under the key 'state_dict'."
+        )
+    if "state_dict" not in found:
+        return found, []
+    found = objects.set_apart({**found, "paceline": found.get("paceline", {})})
+    return found, objects.names(found)
+
+
+def _plainer(value: Any) -> Any:
+    """Return ``value`` with dicts for Namespaces and tensors for arrays, also inside dicts, lists and tuples."""
+    if isinstance(value, Namespace):
+        return _plainer(vars(value))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
+        items = {key: _plainer(item) for key, item in value.items()}
+        return value if all(item is value[key] for key, item in items.items()) else items
+    if type(value) in (list, tuple):
+        return type(value)(map(_plainer, value))
+    return value

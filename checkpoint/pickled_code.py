@@ -1,0 +1,112 @@
+"""What a pickled file would run if it was loaded, found without running any of it."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from contextlib import suppress
+from typing import IO, Any
+
+import torch
+
+#: How a name is used.
+CALLS, CREATES, REFERS = "calls", "creates", "refers to"
+#: Pickles of the formats before zip files: a magic number, the version, facts about the system, and the contents.
+_PICKLES = 4
+#: Names that rebuild the other objects, which are listed themselves.
+_BUILDERS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
+
+#: Modules that files of old protocols call by their names of Python 2.
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OF_TENSORS = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.serialization.", "torch.nn.parameter.")
+_PLAIN = {
+    *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
+    *("builtins.object", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray"),
+    *_BUILDERS,
+}
+
+
+def uses(file: IO[bytes]) -> dict[str, str]:
+    """What loading a file would do with each name of code that it contains: call, create or refer to it.
+
+    Returns:
+        One of :data:`CALLS`, :data:`CREATES` and :data:`REFERS` by the full name; empty if the file is plain data.
+    """
+    found: dict[str, str] = {}
+    zipped = _zipped(file)
+    streams = [zipped.open(name) for name in zipped.namelist() if name.endswith("/data.pkl")] if zipped else [file]
+    with suppress(Exception):  # the file is damaged from here on
+        for stream in streams:
+            stream.seek(0)
+            for _ in range(1 if zipped else _PICKLES):
+                _Reader(stream, found).load()
+    return {name: use for name, use in sorted(found.items()) if not _is_plain(name)}
+
+
+def _zipped(file: IO[bytes]) -> zipfile.ZipFile | None:
+    file.seek(0)
+    return zipfile.ZipFile(file) if zipfile.is_zipfile(file) else None
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
+    if name.startswith("torch."):
+        return name.count(".") == 1 or name.startswith(_OF_TENSORS)
+    allowed = torch.serialization.get_safe_globals()
+    return name in _PLAIN or name in (
+        one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed
+    )
+
+
+class _Kind(type):
+    """A class that stands for a name: it notes how the file uses it, and does nothing else."""
+
+    name: str
+    found: dict[str, str]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.name in _BUILDERS:
+            first = args[0] if args and isinstance(args[0], _Kind) else cls
+            first.found[first.name] = CREATES
+        else:
+            cls.found[cls.name] = CALLS
+        return object.__new__(cls)
+
+
+class _StandIn(metaclass=_Kind):
+    name = ""
+    found: dict[str, str] = {}  # noqa: RUF012, replaced in each subclass
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.found.get(cls.name) != CALLS:
+            cls.found[cls.name] = CREATES
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def extend(self, values: Any) -> None: ...
+
+    def add(self, value: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickles with a stand-in for each name, so that no code is imported or run."""
+
+    def __init__(self, stream: IO[bytes], found: dict[str, str]) -> None:
+        super().__init__(stream)
+        self._found = found
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return the stand-in for a name."""
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        self._found.setdefault(full, REFERS)
+        return _Kind(name, (_StandIn,), {"name": full, "found": self._found})
+
+    def persistent_load(self, pid: Any) -> None:
+        """Leave out a tensor's storage."""

@@ -1,0 +1,52 @@
+"""``paceline checkpoint convert``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from ... import messages
+from ...checkpoint.storage import location
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
+        "running code. Without --trust a file that names code is refused, with a list of that code."
+    )
+    parser.add_argument("file", help="a file written by torch.save, such as a .ckpt of Lightning")
+    parser.add_argument("out", help="the file to write, which must not exist")
+    parser.add_argument(
+        "--trust", action="store_true", help="load objects too, which runs the code that the file names"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Read the file, make its contents plain and write them."""
+    from ...checkpoint import single_file
+    from ...checkpoint.convert import converted
+
+    out = location(arguments.out)
+    if out.exists():
+        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
+    contents, apart = converted(_load(arguments.file, arguments.trust), arguments.file)
+    single_file.write(contents, out, whole="state_dict" in contents)
+    if apart:
+        messages.answer(f"Kept as objects, which only weights_only=False loads: {', '.join(apart)}.")
+    messages.answer(f"Wrote {arguments.out} ({out.stat().st_size:,} bytes).")
+    return 0
+
+
+def _load(file: str, trusted: bool) -> Any:
+    from ...checkpoint import single_file
+    from ...checkpoint.objects import open_section
+
+    try:
+        contents = single_file.load(file, trusted=trusted)
+    except (AttributeError, ImportError) as error:
+        raise RuntimeError(
+            f"{file!r} names code that cannot be imported here: {error}. Install its package, or run this command "
+            "where the program's modules can be imported: PYTHONPATH=FOLDER paceline checkpoint convert ..."
+        ) from error
+    return open_section(contents, file) if trusted and isinstance(contents, dict) else contents

@@ -1,0 +1,92 @@
+"""Test the loggers of services with their real packages, offline: each in an environment of its own.
+
+    make loggers                            all of them, about three minutes
+    make loggers LOGGERS="--only aim"       one; the environments stay in .loggers
+
+Each environment sees the packages of .venv and has, on top of them, exactly what ``locks/NAME.txt`` lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORK = ROOT / ".loggers"
+#: The package that each lock is about.
+PACKAGES = {
+    "mlflow": "mlflow-skinny",
+    "comet": "comet_ml",
+    "trackio": "trackio",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+    "aim": "aim",
+}
+
+
+def version(name: str) -> str:
+    """The locked version of a service's package."""
+    lines = (HERE / "locks" / f"{name}.txt").read_text().splitlines()
+    return next(line.partition("==")[2] for line in lines if line.startswith(f"{PACKAGES[name]}=="))
+
+
+def install(name: str) -> Path:
+    """Make the environment of a service, unless it is there with the same versions; return its Python."""
+    folder, lock = WORK / name, HERE / "locks" / f"{name}.txt"
+    python, stamp = folder / "bin" / "python", folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == lock.read_text():
+        return python
+    venv.create(folder, clear=True, with_pip=True)
+    inside = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    below = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()]
+    (inside / "below.pth").write_text("\n".join(below) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-deps"]
+    subprocess.run([*pip, "-r", lock], check=True)
+    stamp.write_text(lock.read_text())
+    return python
+
+
+def test(name: str, python: Path) -> bool:
+    """Run the tests of a service; whether all passed."""
+    private = WORK / name / "home"
+    shutil.rmtree(private, ignore_errors=True)
+    private.mkdir()
+    environment = {
+        **os.environ,
+        "HOME": str(private),
+        "TRACKIO_DIR": str(private / "trackio"),
+        "CLEARML_CACHE_DIR": str(private / "clearml"),
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--timeout=120", "--service", name]
+    return subprocess.run([python, "-m", "pytest", HERE, *options], cwd=HERE, env=environment).returncode == 0
+
+
+def main() -> None:
+    """Test the services that were asked for, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", choices=list(PACKAGES), help="may be repeated")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.only or PACKAGES:
+        print(f"{name}:", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        passed = test(name, install(name))
+        rows.append((f"{PACKAGES[name]} {version(name)}", "passed" if passed else "FAILED", time.monotonic() - start))
+    for package, result, seconds in rows:
+        print(f"{package:24} {result:8} {seconds:4.0f} s")
+    raise SystemExit(any(result != "passed" for _, result, _ in rows))
+
+
+if __name__ == "__main__":
+    main()
