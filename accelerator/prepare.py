@@ -265,14 +265,16 @@ class Prepared:
                 "optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = AcceleratedScheduler(
-            scheduler,
-            owners or self.optimizers,
-            self.gradient_state,
-            self.step_scheduler_with_optimizer,
-            self.strategy.num_data_ranks if self.scheduler_steps == "per_sample" else 1,
+            scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times
         )
         self.schedulers.append(wrapper)
         return wrapper
+
+    @property
+    def _times(self) -> int:
+        """Number of steps by which each ``scheduler.step()`` advances a schedule."""
+        alone = not self.step_scheduler_with_optimizer or self.dataloader_config.split_batches
+        return 1 if alone or self.scheduler_steps == "per_update" else self.strategy.num_data_ranks
 
     def loader(self, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
         """Prepare one loader, which then yields this process's batches on the device."""
