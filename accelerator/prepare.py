@@ -57,6 +57,7 @@ class Prepared:
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
+        optimizer_kind: class of the prepared optimizers.
         errors: explains errors in the models and optimizers.
     """
 
@@ -76,6 +77,7 @@ class Prepared:
     loaders: list[PreparedLoader] = field(default_factory=list)
     seed: int | None = None
     loader_kind: Callable[..., PreparedLoader] = PreparedLoader
+    optimizer_kind: type[AcceleratedOptimizer] = AcceleratedOptimizer
 
     def __post_init__(self) -> None:
         self._connect()
@@ -247,7 +249,7 @@ class Prepared:
             _refuse_other_owners(optimizer, owners, strategy)
         if placement is None or is_prepared(placement.module):
             strategy.setup_optimizers([optimizer])
-        wrapper = AcceleratedOptimizer(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
+        wrapper = self.optimizer_kind(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
         wrapper.explain = partial(self.errors.explain, placement)
         self.optimizers.append(wrapper)
         self.gradient_state.trains = True

@@ -415,8 +415,8 @@ def test_a_schedule_moves_once_an_update_whatever_adjust_scheduler_says(adjust: 
 
 def _steps_of_one_call() -> list[int]:
     found = []
-    for given in ({}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}):
-        accelerator, model, optimizer = one_weight(scheduler_steps="per_sample", **given)
+    for how in ({}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}):
+        accelerator, model, optimizer = one_weight(scheduler_steps="per_sample", **how)
         schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
         pull(accelerator, model, 1.0)
         optimizer.step()

@@ -286,7 +286,10 @@ def test_an_iterable_dataset_is_read_by_one_process() -> None:
 
 
 def with_differences() -> list[str]:
-    """What is said in two epochs of a loop whose last window and last batches are short, with a schedule."""
+    """What is said in two epochs of a loop with a schedule, whose last window and last batches are short.
+
+    It clears gradients at the beginning of each micro-batch, and clips them at its end.
+    """
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -302,18 +305,21 @@ def with_differences() -> list[str]:
     for _ in range(2):
         for x, _ in loader:
             with accelerator.accumulate(model):
+                optimizer.zero_grad()
                 accelerator.backward(model(x).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
-                optimizer.zero_grad()
     return said
 
 
 def test_what_differs_from_accelerate_is_said_once() -> None:
     said, others = ranks(2, with_differences)
-    assert [text.split(".")[0] for text in said] == [
+    assert [text.partition(".")[0] for text in said] == [
         "The processes have different seeds (set_seed(",
         "Prepared schedules advance once per update",
+        "Gradients are clipped once, when their window is complete",
+        "optimizer",
         "The last window of a pass has 2 of 3 micro-batches",
         "The last 6 of 16 samples do not fill a batch on each of 2 processes",
     ]
