@@ -102,7 +102,7 @@ class DataLoaderShard(PreparedLoader):
                 f"Accelerate divides their sum by {steps}. Losses differ from Accelerate's from here on.",
                 key="the last window is short",
             )
-        if world > 1 and self.remainder > 0:
+        if world > 1 and self._even and self.remainder > 0:
             messages.info_once(
                 f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
                 f"{world} processes. The processes share them, so that each sample counts once; Accelerate repeats "
