@@ -114,7 +114,7 @@ def test_the_main_process_goes_first_also_when_it_fails(tmp_path: Path) -> None:
         state = PartialState()
         found = None
         try:
-            with state.main_process_first():
+            with state.main_process_first(), state.local_main_process_first():
                 found = (tmp_path / f"made{fail}").exists()
                 (tmp_path / f"made{fail}").touch()
                 if fail and state.is_main_process:
