@@ -88,10 +88,12 @@ class DataLoaderShard(PreparedLoader):
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
-        yield from super()._hand_out(one, iterator)
-        self._place.epoch += 1
-        if use.seen:
-            self._tell_differences()
+        try:
+            yield from super()._hand_out(one, iterator)
+            self._place.epoch += 1
+        finally:  # some loops take the last batch, but do not ask for another one
+            if use.seen and self.end_of_dataloader:
+                self._tell_differences()
 
     def _tell_differences(self) -> None:
         """After a pass that trained, say where its numbers are not Accelerate's."""
