@@ -14,17 +14,19 @@ from ...accelerator import accelerator, accumulation
 from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.schedulers import AcceleratedScheduler
 from .loaders import DataLoaderShard
+from .models import extract_model_from_parallel
 
 
 class _OfTheLast(type):
     """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
+    alone: accumulation.GradientState | None = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = None if _OfTheLast.last is None else _OfTheLast.last()
         if found is None:
-            raise ValueError("GradientState() needs an Accelerator, but none exists. Call Accelerator() first.")
+            found = _OfTheLast.alone = _OfTheLast.alone or accumulation.GradientState()
         return found
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -32,11 +34,21 @@ class _OfTheLast(type):
 
 
 class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The accumulation window of the newest Accelerator; each Accelerator has its own."""
+    """The accumulation window of the newest Accelerator; each Accelerator has its own.
+
+    Without an Accelerator, a state with the default settings.
+    """
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the state, so that the next Accelerator, or the next call, provides another one."""
+        _OfTheLast.last = _OfTheLast.alone = None
 
 
 class Accelerator(accelerator.Accelerator):
     """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
+
+    unwrap_model = staticmethod(extract_model_from_parallel)
 
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,8 +66,40 @@ class Accelerator(accelerator.Accelerator):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
         found = super().prepare(*objects, device_placement=device_placement)
+        self._mark_models()
         self._tell_schedules()
         return found
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model."""
+        found = super().prepare_model(model, device_placement, evaluation_mode)
+        self._mark_models()
+        return found
+
+    def _mark_models(self) -> None:
+        for model in self._models:
+            vars(model)["_is_accelerate_prepared"] = True
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
+        """Like ``paceline.Accelerator.save_state``, but each process may pass a folder of its own."""
+        return super().save_state(self._one_folder(output_dir), *args, **kwargs)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Like ``paceline.Accelerator.load_state``, but each process may pass a folder of its own."""
+        super().load_state(self._one_folder(input_dir), *args, **kwargs)
+
+    def _one_folder(self, folder: Any) -> Any:
+        """Return process 0's folder."""
+        found = self.strategy.gather_objects(folder)
+        if len(set(map(str, found))) > 1:
+            messages.info_once(
+                f"The processes passed different folders for one state: {messages.names(found, last='and')}. They all "
+                f"use process 0's, because a state is one folder.",
+                key="different folders for a state",
+            )
+        return found[0]
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler."""

@@ -31,6 +31,7 @@ MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() f
 #: Paceline's modules, and the Accelerate names that they define.
 _PLACES = {
     "compat.accelerate.accelerator": "Accelerator GradientState",
+    "compat.accelerate.configs": "ParallelismConfig TorchDynamoPlugin",
     "accelerator.enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
@@ -48,14 +49,13 @@ _PLACES = {
         "find_device get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
         "is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     ),
-    "accelerator.operations": "DistributedOperationException",
+    "accelerator.operations": "CannotPadNestedTensorWarning DistributedOperationException",
     "accelerator.optimizers": "AcceleratedOptimizer",
     "accelerator.parallelism_config": (
-        "DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig"
+        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
     "accelerator.plugins": (
-        "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration "
-        "TorchDynamoPlugin"
+        "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration"
     ),
     "accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "accelerator.progress_bar": "tqdm",
@@ -66,7 +66,6 @@ _PLACES = {
         "TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
-    "big_model.device_map": "check_device_map",
     "big_model.dispatch": (
         "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model"
     ),
@@ -82,7 +81,7 @@ _PLACES = {
     ),
     "big_model.infer_device_map": "get_balanced_memory get_max_memory infer_auto_device_map",
     "big_model.module_sizes": "compute_module_sizes find_tied_parameters",
-    "memory.out_of_memory_retry": "clear_device_cache find_executable_batch_size release_memory",
+    "memory.out_of_memory_retry": "clear_device_cache release_memory",
     "compat.accelerate.big_model": (
         "align_module_device attach_align_device_hook attach_align_device_hook_on_blocks "
         "attach_execution_device_hook calculate_maximum_sizes check_tied_parameters_in_config "
@@ -98,6 +97,7 @@ _PLACES = {
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
     "compat.accelerate.loaders": "DataLoaderShard",
+    "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
@@ -108,20 +108,26 @@ _PLACES = {
         "prepare_data_loader reduce save wait_for_everyone"
     ),
     "compat.accelerate.values": (
-        "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
-        "is_tensor_information merge_dicts recursive_getattr"
+        "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING convert_bytes convert_file_size_to_int dtype_byte_size "
+        "get_pretty_name is_tensor_information merge_dicts recursive_getattr"
     ),
 }
 
 #: Accelerate names that differ from Paceline's.
 _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
+    "LOGGER_TYPE_TO_CLASS": Target("accelerator.trackers", "_classes"),
+    "check_device_map": Target("big_model.device_map", "check_coverage"),
     "DataLoaderAdapter": Target("accelerator.loaders", "PreparedLoader"),
     "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }
 
 CONSTANTS: dict[str, Any] = {
+    "BETA_CP_AVAILABLE_PYTORCH_VERSION": "2.6.0",
+    "BETA_SP_AVAILABLE_DEEPSPEED_VERSION": "0.18.2",
+    "BETA_TP_AVAILABLE_PYTORCH_VERSION": "2.3.0",
+    "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION": "4.52.0",
     "CUDA_DISTRIBUTED_TYPES": ["MULTI_GPU", "FSDP", "MEGATRON_LM"],
     "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
     "FSDP_BACKWARD_PREFETCH": ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
