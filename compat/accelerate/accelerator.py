@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ... import messages
-from ...accelerator import accelerator, accumulation
+from ...accelerator import accelerator
 from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.schedulers import AcceleratedScheduler
-from .loaders import DataLoaderShard
+from .gradient_state import newest_is
+from .loader_classes import prepared
 from .models import extract_model_from_parallel
-
-
-class _OfTheLast(type):
-    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
-
-    last: weakref.ref[accumulation.GradientState] | None = None
-    alone: accumulation.GradientState | None = None
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        found = None if _OfTheLast.last is None else _OfTheLast.last()
-        if found is None:
-            found = _OfTheLast.alone = _OfTheLast.alone or accumulation.GradientState()
-        return found
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, accumulation.GradientState)
-
-
-class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The accumulation window of the newest Accelerator; each Accelerator has its own.
-
-    Without an Accelerator, a state with the default settings.
-    """
-
-    @staticmethod
-    def _reset_state() -> None:
-        """Forget the state, so that the next Accelerator, or the next call, provides another one."""
-        _OfTheLast.last = _OfTheLast.alone = None
 
 
 class Accelerator(accelerator.Accelerator):
@@ -55,13 +27,12 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(DataLoaderShard, rng_types=self.rng_types or ())
-        _OfTheLast.last = weakref.ref(self.gradient_state)
+        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        newest_is(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if _OfTheLast.last is None or _OfTheLast.last() is None:
-            _OfTheLast.last = weakref.ref(self.gradient_state)
+        newest_is(self.gradient_state, replace=False)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""

@@ -30,7 +30,7 @@ MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() f
 
 #: Paceline's modules, and the Accelerate names that they define.
 _PLACES = {
-    "compat.accelerate.accelerator": "Accelerator GradientState",
+    "compat.accelerate.accelerator": "Accelerator",
     "compat.accelerate.configs": "ParallelismConfig TorchDynamoPlugin",
     "accelerator.enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
@@ -96,7 +96,10 @@ _PLACES = {
         "load_config_from_file parse_choice_from_env parse_flag_from_env patch_environment "
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
-    "compat.accelerate.loaders": "DataLoaderShard",
+    "compat.accelerate.gradient_state": "GradientState",
+    "compat.accelerate.loader_classes": (
+        "DataLoaderAdapter DataLoaderDispatcher DataLoaderShard SkipDataLoader get_sampler"
+    ),
     "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
@@ -107,6 +110,7 @@ _PLACES = {
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
+    "compat.accelerate.samplers": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler",
     "compat.accelerate.values": (
         "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING convert_bytes convert_file_size_to_int dtype_byte_size "
         "get_pretty_name is_tensor_information merge_dicts recursive_getattr"
@@ -118,7 +122,6 @@ _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
     "LOGGER_TYPE_TO_CLASS": Target("accelerator.trackers", "_classes"),
     "check_device_map": Target("big_model.device_map", "check_coverage"),
-    "DataLoaderAdapter": Target("accelerator.loaders", "PreparedLoader"),
     "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }
@@ -180,10 +183,6 @@ _LEFT_OUT = {
         "BnbQuantizationConfig apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model "
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers "
         "has_transformer_engine_layers load_and_quantize_model"
-    ),
-    "accelerator.prepare splits a DataLoader and its sampler across processes. Pass it the original loader": (
-        "BatchSamplerShard DataLoaderDispatcher IterableDatasetShard SeedableRandomSampler SkipBatchSampler "
-        "SkipDataLoader get_sampler"
     ),
     "Start processes with `paceline launch`, notebook_launcher or torchrun": (
         "PrepareForLaunch check_cuda_p2p_ib_support get_cpu_distributed_information get_gpu_info install_xla "

@@ -132,7 +132,7 @@ def test_every_name_can_be_imported(accelerate: Any) -> None:
         assert isinstance(value, (str, list, tuple, dict)) or callable(value), name
     assert set(dir(module)) >= set(names.ALL) - set(names.UNSUPPORTED)
     assert {"FSDP_MODEL_NAME", "is_cuda_available", "Accelerator"} <= set(module.__all__)
-    assert "BatchSamplerShard" not in module.__all__
+    assert "MegatronEngine" not in module.__all__
 
 
 def test_every_name_that_transformers_imports_is_there(accelerate: Any) -> None:

@@ -19,8 +19,9 @@ from paceline.accelerator.operations import CannotPadNestedTensorWarning, pad_ac
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.big_model.device_map import check_coverage
 from paceline.compat.accelerate import configs, memory, names, values
-from paceline.compat.accelerate.accelerator import Accelerator, GradientState
+from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.environment import purge_accelerate_environment
+from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.models import extract_model_from_parallel
 from paceline.strategies.base import Strategy
 
