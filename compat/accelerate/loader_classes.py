@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -172,9 +173,16 @@ def _public(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in private}
 
 
+@functools.cache
 def _stateful(kind: type) -> type:
     """Return the variant of a loader class that is also a torchdata StatefulDataLoader."""
-    classes = importlib.import_module(f"{__package__}.stateful_loader_classes")
-    if kind.__module__ == __name__:
-        return getattr(classes, kind.__name__)
-    return type(kind.__name__, (kind, classes.StatefulDataLoader), {"__module__": kind.__module__})
+    torchdatas = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def __reduce__(self: Any) -> Any:  # noqa: N807 - pickle cannot find the class by its name
+        return _new_stateful, (kind,), self.__getstate__()
+
+    return type(kind.__name__, (kind, torchdatas), {"__module__": kind.__module__, "__reduce__": __reduce__})
+
+
+def _new_stateful(kind: type) -> Any:
+    return object.__new__(_stateful(kind))
