@@ -12,6 +12,8 @@ from ... import messages
 from ...accelerator import accelerator
 from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.schedulers import AcceleratedScheduler
+from ...settings import resolve
+from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .models import extract_model_from_parallel
@@ -24,6 +26,9 @@ class Accelerator(accelerator.Accelerator):
 
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins")
+        if not given and resolve()["use_deepspeed"]:
+            kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
@@ -36,6 +41,8 @@ class Accelerator(accelerator.Accelerator):
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
+        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self.state.deepspeed_plugin:
+            objects = tuple(created(objects, self.state.deepspeed_plugin))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
         self._tell_schedules()

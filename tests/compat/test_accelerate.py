@@ -128,8 +128,7 @@ def test_b17_transformers_trainer_shards_saves_and_resumes(found: dict[str, Any]
 def test_every_name_can_be_imported(accelerate: Any) -> None:
     module = importlib.import_module("accelerate.utils")
     for name in names.ALL:
-        value = getattr(module, name)
-        assert isinstance(value, (str, list, tuple, dict)) or callable(value), name
+        assert hasattr(module, name), name
     assert set(dir(module)) >= set(names.ALL) - set(names.UNSUPPORTED)
     assert {"FSDP_MODEL_NAME", "is_cuda_available", "Accelerator"} <= set(module.__all__)
     assert "MegatronEngine" not in module.__all__
