@@ -22,8 +22,6 @@ from .models import extract_model_from_parallel
 class Accelerator(accelerator.Accelerator):
     """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
 
-    unwrap_model = staticmethod(extract_model_from_parallel)
-
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins")
@@ -55,6 +53,10 @@ class Accelerator(accelerator.Accelerator):
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _mark_models(self) -> None:
         for model in self._models:

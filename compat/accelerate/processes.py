@@ -22,12 +22,17 @@ def _strategy() -> Strategy:
 class _Other(Strategy):
     """Another process, which need not exist; it decides which part of the data a loader reads."""
 
-    global_rank: int = 0
-    world_size: int = 1
-
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         super().__init__(device)
-        self.global_rank, self.world_size = rank, world
+        self._rank, self._world = rank, world
+
+    @property
+    def global_rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world
 
 
 def gather(tensor: Any) -> Any:

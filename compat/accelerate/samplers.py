@@ -76,7 +76,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = size  # type: ignore[assignment]
+        self.batch_size: Any = size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     @property

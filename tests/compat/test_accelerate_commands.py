@@ -200,7 +200,7 @@ def test_small_values_and_decorators() -> None:
 
     with pytest.raises(details.DistributedOperationException, match="Error in wrong: shapes"):
         details.chained_operation(details.verify_operation(wrong))(torch.ones(1))
-    holder = type("Holder", (), {})()
+    holder: Any = type("Holder", (), {})()
     assert details.patch_optimizer_step(holder, int)("3") == 3
     assert holder._accelerate_step_called
     assert 0 < details.get_free_port() < 65536

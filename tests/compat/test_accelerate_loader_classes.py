@@ -103,9 +103,9 @@ def test_a_stream_is_dealt_to_processes() -> None:
 def test_a_seedable_sampler_has_the_order_of_a_prepared_loader() -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     set_seed(3)
-    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(SAMPLES, 2, shuffle=True))
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(SAMPLES, 2, shuffle=True))  # type: ignore[arg-type]
     sampler = SeedableRandomSampler(SAMPLES, data_seed=3)
-    by_hand = DataLoader(SAMPLES, 2, sampler=sampler)
+    by_hand = DataLoader(SAMPLES, 2, sampler=sampler)  # type: ignore[arg-type]
     passes = [rows(by_hand) for _ in range(3)]
     assert passes == [rows(loader) for _ in range(3)]
     sampler.set_epoch(1)

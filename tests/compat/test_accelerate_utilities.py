@@ -59,7 +59,7 @@ def test_everything_prepared_is_marked() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(model, optimizer, schedule, DataLoader([1.0]))
+    prepared = accelerator.prepare(model, optimizer, schedule, DataLoader([1.0]))  # type: ignore[arg-type]
     assert all(one._is_accelerate_prepared for one in prepared)
     assert accelerator.prepare_model(nn.Linear(1, 1))._is_accelerate_prepared
     assert "_is_accelerate_prepared" not in accelerator.get_state_dict(model)
@@ -169,13 +169,13 @@ def test_batch_sizes_shrink_by_a_tenth() -> None:
     tried = []
 
     @memory.find_executable_batch_size
-    def train(batch_size: int, text: str) -> str:
+    def train(batch_size: int, text: str = "XPU") -> str:
         tried.append(batch_size)
         if batch_size > 100:
             raise RuntimeError(f"{text} out of memory.")
         return text
 
-    assert train("XPU") == "XPU"
+    assert train() == "XPU"
     assert tried == [128, 115, 103, 92]
     assert memory.find_executable_batch_size(starting_batch_size=2)(lambda size: size)() == 2
     with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\."):
