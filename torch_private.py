@@ -537,5 +537,9 @@ NAMES_IN_INDEX = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
 }
 
+#: How the full names begin of the functions and classes that rebuild tensors from a pickled file. If torch moves them,
+#: ``paceline checkpoint convert`` and the error about a file with objects list them among the file's code.
+REBUILD_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout")
+
 #: Returns the file writer of a TensorBoard ``SummaryWriter``, which is a new one if the previous one was closed.
 event_writer: Callable[[Any], Any] = methodcaller("_get_file_writer")

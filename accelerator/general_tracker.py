@@ -127,6 +127,11 @@ class LoggerTracker(GeneralTracker):
     #: The package that it needs.
     package: ClassVar[str | None] = None
 
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return True if everything that the tracker needs with its default arguments is installed."""
+        return cls.package is None or messages.is_installed(cls.package)
+
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._config: dict[str, Any] = {}

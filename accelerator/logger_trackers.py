@@ -12,7 +12,7 @@ from ..loggers.clearml import ClearMLLogger
 from ..loggers.comet import CometLogger
 from ..loggers.csv import CSVLogger
 from ..loggers.dvclive import DVCLiveLogger
-from ..loggers.mlflow import MLFlowLogger
+from ..loggers.mlflow import DATABASE, MLFlowLogger, missing_for
 from ..loggers.swanlab import SwanLabLogger
 from ..loggers.tensorboard import TensorBoardLogger
 from ..loggers.trackio import TrackioLogger
@@ -107,6 +107,10 @@ class MLflowTracker(OpenedTracker):
 
     name = "mlflow"
     package = "mlflow"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return super().is_available() and missing_for(os.environ.get("MLFLOW_TRACKING_URI", DATABASE)) is None
 
     def __init__(
         self,

@@ -45,11 +45,12 @@ class _Absent(GeneralTracker):
 
 #: Values of ``log_with`` besides names.
 Tracker = Logger | GeneralTracker | type[GeneralTracker]
-_BUILT_IN: tuple[type[LoggerTracker], ...] = (
+#: The trackers that ``log_with`` takes by name.
+BUILT_IN: tuple[type[LoggerTracker], ...] = (
     *(CSVTracker, TensorBoardTracker, WandBTracker, MLflowTracker, CometMLTracker, TrackioTracker),
     *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, AimTracker),
 )
-_classes: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in _BUILT_IN}
+_classes: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in BUILT_IN}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -80,7 +81,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 def get_available_trackers() -> list[str]:
     """Return the names of all trackers whose packages are installed."""
-    return [name for name, kind in _classes.items() if _lacks(kind) is None]
+    return [name for name, kind in _classes.items() if not issubclass(kind, LoggerTracker) or kind.is_available()]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:

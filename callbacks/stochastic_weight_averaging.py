@@ -285,7 +285,12 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
     ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
     ours["reduce_on_plateau"] = False
     if configs:
-        messages.info(f"The scheduler {type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
+        if configs[0].interval != "epoch":
+            messages.warn(
+                f"The scheduler {type(configs[0].scheduler).__name__} advances every {configs[0].interval}, but "
+                "SWALR, which replaces it, advances every epoch."
+            )
+        messages.info(f"Swapping scheduler `{type(configs[0].scheduler).__name__}` for `{type(scheduler).__name__}`.")
         for name, value in ours.items():
             setattr(configs[0], name, value)
     else:

@@ -158,7 +158,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"Time limit reached. Training stops after {elapsed}.")
+            messages.info(f"Time limit reached. Elapsed time: {elapsed}. Signaling Trainer to stop.")
         self._announced = True
 
 

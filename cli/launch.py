@@ -233,7 +233,7 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
     if asked % machines:
         raise ValueError(
             f"{where} is {asked}, which cannot be divided evenly among {machines} machines. Use a multiple of "
-            f"{machines}, because the number counts the processes on all machines."
+            f"{machines}, because the number includes the processes on all machines."
         )
     local = asked // machines
     if gpus and local > gpus:

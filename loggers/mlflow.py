@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FILE = "file:"
+#: How the address of a local database begins.
+DATABASE = "sqlite:///"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
 #: Longest text of a parameter, and number of parameters in one call, that every kind of MLflow store takes.
 _LONGEST_PARAM = 500
@@ -66,6 +68,9 @@ class MLFlowLogger(ServiceLogger):
         self._uri = given or _store_in(folder)
         local = self._uri.removeprefix(_FILE).removeprefix("//") if self._uri.startswith(_FILE) else folder
         super().__init__(experiment_name, run_id or os.environ.get("MLFLOW_RUN_ID"), local, prefix, log_model)
+        missing = missing_for(self._uri)
+        if missing is not None:
+            raise ModuleNotFoundError(messages.missing(f"MLFlowLogger with the database {self._uri}", missing))
         self._run_name = run_name
         self._tags = {name: str(value) for name, value in (tags or {}).items()}
         own_place = None if given else os.path.abspath(os.path.join(folder, experiment_name))
@@ -112,8 +117,8 @@ class MLFlowLogger(ServiceLogger):
     def _client(self) -> MlflowClient:
         from mlflow import MlflowClient
 
-        if self._uri.startswith("sqlite:///"):
-            os.makedirs(os.path.dirname(self._uri.removeprefix("sqlite:///")) or ".", exist_ok=True)
+        if self._uri.startswith(DATABASE):
+            os.makedirs(os.path.dirname(self._uri.removeprefix(DATABASE)) or ".", exist_ok=True)
         return MlflowClient(self._uri)
 
     def _open(self) -> MlflowClient:
@@ -202,7 +207,15 @@ def _store_in(folder: str) -> str:
     """Return the address of the runs in a folder: the folder itself if MLflow wrote runs into it, else a database."""
     if next(Path(folder).glob("*/meta.yaml"), None) is not None:
         return f"{_FILE}{folder}"
-    return f"sqlite:///{os.path.join(folder, 'mlflow.db')}"
+    return f"{DATABASE}{os.path.join(folder, 'mlflow.db')}"
+
+
+def missing_for(uri: str) -> str | None:
+    """Return the package that MLflow needs to open the database at ``uri``; None if it is installed or not needed.
+
+    The package ``mlflow`` brings it along; ``mlflow-skinny`` does not.
+    """
+    return "sqlalchemy" if uri.startswith(DATABASE) and not messages.is_installed("sqlalchemy") else None
 
 
 def _named(name: str) -> str:

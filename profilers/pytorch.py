@@ -158,9 +158,13 @@ class PyTorchProfiler(Profiler):
         ]
         for name in table_kwargs or ():
             if name in _OWN_IN_TABLE:
-                raise KeyError(f"table_kwargs has {name!r}: pass it as PyTorchProfiler({_OWN_IN_TABLE[name]}=...).")
+                raise KeyError(
+                    f"Found invalid table_kwargs key: {name}. This is already a positional argument of the Profiler. "
+                    f"Pass it as PyTorchProfiler({_OWN_IN_TABLE[name]}=...)."
+                )
             if name not in in_table:
-                raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
+                hint = messages.did_you_mean(name, in_table)
+                raise KeyError(f"Found invalid table_kwargs key: {name}.{hint} Choose {messages.names(in_table)}.")
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "

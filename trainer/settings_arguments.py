@@ -153,7 +153,7 @@ def _word(value: Any) -> Any:
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """Return the arguments that variables set, as settings."""
+    """Return the arguments that environment variables set, as settings."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 
@@ -238,7 +238,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     for switch in switches:
         if not any(part in word.lower() for part in _SWITCHES[switch]):
             asked = settings.origin(switch).where
-            messages.info_once(f"strategy is {word!r}, from {where}, which overrides {switch} from {asked}.")
+            messages.info_once(f"strategy={word!r} (from {where}) overrides {switch} (from {asked}).")
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:

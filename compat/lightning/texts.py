@@ -36,18 +36,16 @@ def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``DataSource.train``, plus advice about the loader that it creates."""
+def advising_train(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``FitLoop.advise``, plus advice about the training loader."""
 
-    def train(source: Any) -> Any:
-        is_new = source.train_loader is None
-        loader = method(source)
-        if is_new and loader is not None:
-            _advise(source.run.trainer, [loader], HOOK["train"])
-            _advise_interval(source.run.trainer, source.num_training_batches)
-        return loader
+    def advise(loop: Any) -> None:
+        method(loop)
+        source = loop.run.source
+        _advise(source.run.trainer, [source.train_loader], HOOK["train"])
+        _advise_interval(source.run.trainer, source.num_training_batches)
 
-    return train
+    return advise
 
 
 def advising_evaluation(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +80,11 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     context, workers = loader.multiprocessing_context, loader.num_workers
     most = suggested_max_num_workers(trainer.num_devices)
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
-    if workers and method == "spawn" and not loader.persistent_workers:
+    if (
+        workers
+        and "spawn" in (method, getattr(trainer.strategy, "start_method", None))
+        and not loader.persistent_workers
+    ):
         messages.warn(
             f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
         )

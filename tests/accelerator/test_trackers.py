@@ -157,6 +157,7 @@ def test_f4_a_list_mixes_names_enums_classes_objects_and_loggers_each_once(tmp_p
 
 
 def test_f4_all_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost")
     assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb", "mlflow"]
     assert filter_trackers("all") == ["wandb", "mlflow"]
     hide(monkeypatch, "wandb")
