@@ -108,7 +108,8 @@ class Accelerator(Facts):
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
-            computed for a single process.
+            computed for a single process. With ``split_batches=True``, where an epoch has as many batches as on a
+            single process, and with ``step_scheduler_with_optimizer=False``, it is one step too.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
             keeps its accuracy; ``"keep"`` leaves them unchanged.
     """

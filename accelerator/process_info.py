@@ -85,14 +85,16 @@ class Processes:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Context manager whose body the main process runs first, for example to download data once."""
-        yield from self._first(self.is_main_process, "main_process_first")
+        yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Context manager whose body the first process of each node runs first."""
-        yield from self._first(self.is_local_main_process, "local_main_process_first")
+        yield from self._first(self.is_local_main_process)
 
-    def _first(self, first: bool, name: str) -> Iterator[None]:
+    def _first(self, first: bool) -> Iterator[None]:
+        # One name for both, because in nested blocks a process leaves the inner one while others enter the outer one.
+        name = "main_process_first or local_main_process_first"
         if not first:
             self.strategy.barrier(name)
         try:

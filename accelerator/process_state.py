@@ -304,7 +304,8 @@ class AcceleratorState:
         partial = vars(self).get("_partial")
         if partial is None:
             raise AttributeError(_forgotten("AcceleratorState", name))
-        return getattr(partial, name)
+        known = hasattr(type(partial), name) or name in vars(partial)
+        return getattr(partial, name) if known else object.__getattribute__(self, name)  # raises with this class's name
 
     def __repr__(self) -> str:
         return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"

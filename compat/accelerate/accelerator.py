@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +11,28 @@ from torch import Tensor, nn
 from ... import messages
 from ...accelerator import accelerator
 from ...accelerator.nested_tensors import recursively_apply
+from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .models import extract_model_from_parallel
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """A prepared optimizer that says when it keeps gradients that Accelerate would clear."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        state = self._state_of_gradients
+        if state.sync_gradients and state.window.count and not state.window.cleared:
+            messages.info_once(
+                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
+                "gradients of the earlier micro-batches; Accelerate clears them. Losses differ from Accelerate's from "
+                "here on.",
+                key="gradients are kept",
+            )
 
 
 class Accelerator(accelerator.Accelerator):
@@ -31,6 +47,7 @@ class Accelerator(accelerator.Accelerator):
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,6 +113,25 @@ class Accelerator(accelerator.Accelerator):
                 "process. If the script multiplies the length of its schedule by the number of processes, set "
                 "PACELINE_SCHEDULER_STEPS=per_sample.",
                 key="schedules advance once",
+            )
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Like ``paceline.Accelerator.clip_grad_norm_``; says once that it does nothing within a window."""
+        self._tell_clipping()
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Like ``paceline.Accelerator.clip_grad_value_``; says once that it does nothing within a window."""
+        self._tell_clipping()
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _tell_clipping(self) -> None:
+        if not self.sync_gradients:
+            messages.info_once(
+                "Gradients are clipped once, when their window is complete. Accelerate clips what has accumulated "
+                "after each micro-batch. Losses differ from Accelerate's from here on. To clip once there too, write "
+                "`if accelerator.sync_gradients:` before the call.",
+                key="gradients are clipped once",
             )
 
     @property

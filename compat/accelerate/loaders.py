@@ -86,10 +86,12 @@ class DataLoaderShard(PreparedLoader):
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
-        yield from super()._hand_out(one, iterator)
-        self._place.epoch += 1
-        if use.seen:
-            self._tell_differences()
+        try:
+            yield from super()._hand_out(one, iterator)
+            self._place.epoch += 1
+        finally:  # some loops take the last batch, but do not ask for another one
+            if use.seen and self.end_of_dataloader:
+                self._tell_differences()
 
     def _tell_differences(self) -> None:
         """After a pass that trained, say where its numbers are not Accelerate's."""
@@ -100,7 +102,7 @@ class DataLoaderShard(PreparedLoader):
                 f"Accelerate divides their sum by {steps}. Losses differ from Accelerate's from here on.",
                 key="the last window is short",
             )
-        if world > 1 and self.remainder > 0:
+        if world > 1 and self._even and self.remainder > 0:
             messages.info_once(
                 f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
                 f"{world} processes. The processes share them, so that each sample counts once; Accelerate repeats "
