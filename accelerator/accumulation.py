@@ -130,13 +130,14 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin``, by name."""
-        return {
-            "num_steps": self.num_steps,
-            "adjust_scheduler": self.adjust_scheduler,
-            "sync_with_dataloader": self.sync_with_dataloader,
-            "sync_each_batch": self.sync_each_batch,
+        """The fields of the ``GradientAccumulationPlugin`` that differ from their defaults, by name."""
+        fields = {
+            "num_steps": (self.num_steps, None),
+            "adjust_scheduler": (self.adjust_scheduler, True),
+            "sync_with_dataloader": (self.sync_with_dataloader, True),
+            "sync_each_batch": (self.sync_each_batch, False),
         }
+        return {name: value for name, (value, default) in fields.items() if value != default}
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.

@@ -26,6 +26,10 @@ class DistributedOperationException(ValueError):  # noqa: N818 - the name that u
     """Raised if the inputs that processes pass to an operation do not match."""
 
 
+class CannotPadNestedTensorWarning(messages.PacelineWarning):
+    """Warning about a nested tensor, which cannot be padded."""
+
+
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
     """Concatenate the tensors of all processes along the first dimension; scalars become shape (world,).
 
@@ -157,12 +161,19 @@ def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_proce
 def pad_across_processes(
     data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
 ) -> Any:
-    """Pad every tensor along ``dim`` to its largest size on any process.
+    """Pad every tensor along ``dim`` to its largest size on any process. Nested tensors are returned unchanged.
 
     Raises:
         DistributedOperationException: the number of tensors or dimensions differs; raised on every process.
     """
-    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
+    tensors = leaves(data)
+    if any(tensor.is_nested for tensor in tensors):
+        messages.warn(
+            "pad_across_processes cannot pad a nested tensor, so it is returned unchanged. Pass "
+            "tensor.to_padded_tensor(0) to pad it.",
+            CannotPadNestedTensorWarning,
+        )
+    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in tensors]
     found = strategy.unlike(sizes)
     if not found:
         return data
@@ -189,7 +200,7 @@ def pad_across_processes(
 
 
 def _has(tensor: Tensor, dim: int) -> bool:
-    return -tensor.dim() <= dim < tensor.dim()
+    return not tensor.is_nested and -tensor.dim() <= dim < tensor.dim()
 
 
 def _padded(tensor: Tensor, dim: int, size: int, value: Any = 0, first: bool = False) -> Tensor:

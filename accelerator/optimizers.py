@@ -37,6 +37,7 @@ class AcceleratedOptimizer(Optimizer):
         scales: whether the gradients are multiplied by the fp16 loss scale.
     """
 
+    _is_accelerate_prepared = True
     #: Returns an error that says what to do about a given error; None if there is nothing to add.
     explain: Callable[[BaseException], BaseException | None] = staticmethod(lambda error: None)
 

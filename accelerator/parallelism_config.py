@@ -181,7 +181,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if dims:
-                flatten_mesh(mesh[tuple(dims)], name)
+                flatten_mesh(mesh[dims], name)  # type: ignore[index]
         self.device_mesh = mesh
         return mesh
 

@@ -39,15 +39,17 @@ class _Process:
         state: state of the newest Accelerator.
         resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
+        debug: the value that a program gave ``PartialState.debug``; None if it gave none.
     """
 
     strategy: Strategy | None = None
     state: AcceleratorState | None = None
     resets: int = 0
     cpu: bool = False
+    debug: bool | None = None
 
     def forget(self) -> None:
-        self.strategy, self.state, self.resets, self.cpu = None, None, self.resets + 1, False
+        vars(self).update(vars(_Process(resets=self.resets + 1)))
 
 
 _process = _Process()
@@ -164,7 +166,11 @@ class PartialState(Processes):
     @property
     def debug(self) -> bool:
         """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
-        return bool(resolve()["debug"])
+        return bool(resolve()["debug"]) if _process.debug is None else _process.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        _process.debug = debug
 
     @property
     def fork_launched(self) -> bool:
@@ -323,7 +329,8 @@ def is_initialized() -> bool:
 def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
     """Create a strategy and join the process group that the launcher describes."""
     handlers = Handlers(process_group=InitProcessGroupKwargs(**group) if group else None)
-    settings = {"cpu": resolve({"cpu": cpu or None}, door="PartialState")["cpu"]}
+    resolved = resolve({"cpu": cpu or None}, door="PartialState")
+    settings = {name: resolved[name] for name in ("cpu", "device")}
     strategy = choose(Choice(handlers=handlers, settings=settings))
     strategy.setup_environment()
     return strategy

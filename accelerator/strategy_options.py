@@ -74,8 +74,17 @@ class Choice:
 def choose(choice: Choice) -> Strategy:
     """Choose the Strategy and place it on its device, without calling ``setup_environment``."""
     choice = choice.filled()
-    strategy, cpu = choice.settings.get("strategy") or "auto", bool(choice.settings.get("cpu"))
-    kind = find_kind("cpu" if cpu else "auto")
+    asked = choice.settings.get("device")
+    if asked is None:
+        return _chosen(choice, bool(choice.settings.get("cpu")))
+    device = torch.device(asked)
+    strategy = _chosen(choice, device.type == "cpu")
+    strategy.device, strategy.devices = device, [device]  # type: ignore[attr-defined]
+    return strategy
+
+
+def _chosen(choice: Choice, cpu: bool) -> Strategy:
+    strategy, kind = choice.settings.get("strategy") or "auto", find_kind("cpu" if cpu else "auto")
     precision = precision_of(choice, kind)
     if isinstance(strategy, Strategy) and type(precision) is Precision:
         precision = None

@@ -53,11 +53,14 @@ def weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+        index = json.loads(path.read_text(encoding="utf-8"))
+        is_map = index and "weight_map" not in index
+        names = sorted({Path(name) for name in (index if is_map else index["weight_map"]).values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is not a valid weight index ({type(error).__name__}: {error}). An index is a JSON file "
-            "with a 'weight_map' from names to files. Download or write it again, or pass a single weight file."
+            "with a 'weight_map' from names to files, or with the map alone. Download or write it again, or pass a "
+            "single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:

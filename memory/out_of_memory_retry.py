@@ -25,6 +25,7 @@ _ERROR_TEXTS = re.compile(
     r"|CUDNN_STATUS_NOT_SUPPORTED"
     r"|can't allocate memory"
     r"|DefaultCPUAllocator: not enough memory"
+    r"|\bout of memory\."
 )
 
 

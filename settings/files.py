@@ -116,7 +116,7 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
     """
     place = _existing(Path(path).expanduser(), "The configuration path")
     found = ConfigFile(str(place))
-    for key, value in _flat(_load(place), place):
+    for key, value in _flat(load(place), place):
         for name, meant in _meaning(key, value, found).items():
             _put(found, key, name, meant)
     if any(key.startswith("parallelism_config.") for key in found.keys.values()):
@@ -127,7 +127,12 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
     return found
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """Return a file's content as plain data.
+
+    Raises:
+        ValueError: the file is not in the format of its suffix.
+    """
     suffix = _suffix(path)
     try:
         return _PARSERS[suffix](path.read_text(encoding="utf-8"))

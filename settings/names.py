@@ -131,6 +131,11 @@ _RUN = [
         group="deepspeed",
     ),
     _switch("cpu", "train on the CPU, even if there are GPUs", variables=("ACCELERATE_USE_CPU",), keys=("use_cpu",)),
+    _text(
+        "device",
+        "the device of this process, such as cuda:1; by default the best one",
+        variables=("ACCELERATE_TORCH_DEVICE",),
+    ),
     _text("strategy", "how processes share the work, by name: ddp, fsdp, deepspeed, ...", objects=True),
     _switch(
         "debug",

@@ -87,9 +87,36 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def purge_accelerate_environment(function: Any) -> Any:
-    """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call."""
+def purge_accelerate_environment(decorated: Any) -> Any:
+    """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call.
 
+    In a class, and in classes that inherit from it, each test method is decorated.
+    """
+    return _purging_class(decorated) if isinstance(decorated, type) else _purging(decorated)
+
+
+def _purging_class(decorated: type) -> type:
+    def decorate_tests(kind: type) -> None:
+        for name, value in list(vars(kind).items()):
+            if name.startswith("test"):
+                bound = isinstance(value, (staticmethod, classmethod))
+                setattr(kind, name, type(value)(_purging(value.__func__)) if bound else _purging(value))
+
+    start = vars(decorated).get("__init_subclass__")
+
+    def start_subclass(kind: type, **kwargs: Any) -> None:
+        if start is None:
+            super(decorated, kind).__init_subclass__(**kwargs)
+        else:
+            start.__get__(None, kind)(**kwargs)
+        decorate_tests(kind)
+
+    decorated.__init_subclass__ = classmethod(start_subclass)  # type: ignore[assignment]
+    decorate_tests(decorated)
+    return decorated
+
+
+def _purging(function: Any) -> Any:
     def ours() -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "PACELINE_"))}
 

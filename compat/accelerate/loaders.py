@@ -44,21 +44,19 @@ class DataLoaderShard(PreparedLoader):
         device_placement: bool = True,
         rng_types: Sequence[Any] = (),
     ) -> None:
-        sampler, seed = _sampler_of(loader), None
-        dispatches = config.dispatch_batches
-        if dispatches is None:
-            dispatches = device_placement and isinstance(loader.dataset, IterableDataset)
-        if dispatches:
+        sampler, seed = sampler_of(loader), None
+        central = dispatches(loader, config, device_placement)
+        if central:
             loader = replaced(loader, generator=None)
         if config.use_seedable_sampler:
             if isinstance(sampler, RandomSampler):
                 own = torch.initial_seed() if config.data_seed is None else config.data_seed
                 seed = _shared(strategy.gather_objects(own))
                 sampler.generator = torch.Generator()
-        elif not dispatches and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
+        elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
         kinds = [kind for kind in map(str, rng_types) if kind != "generator"]
-        config = replace(config, dispatch_batches=dispatches, data_seed=None)
+        config = replace(config, dispatch_batches=central, data_seed=None)
         vars(self).update(_sampler=sampler, _rng_types=kinds, _first=True)
         super().__init__(loader, strategy, config, gradient_state, seed, device_placement)
 
@@ -113,7 +111,14 @@ class DataLoaderShard(PreparedLoader):
             )
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
+def dispatches(loader: DataLoader[Any], config: DataLoaderConfiguration, device_placement: bool) -> bool:
+    """Whether process 0 reads a loader for all processes."""
+    if config.dispatch_batches is None:
+        return device_placement and isinstance(loader.dataset, IterableDataset)
+    return config.dispatch_batches
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
     """The sampler of a loader's batch sampler; None if there is none."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     return getattr(batches, "sampler", None)

@@ -148,17 +148,10 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         ValueError: the file does not exist or is not JSON, or it contains a key that the run sets.
         TypeError: ``config`` is neither a dict nor a path.
     """
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        found, name = dict(config), "DeepSpeedStrategy(config=...)"
-    elif isinstance(config, (str, os.PathLike)):
-        found, name = _from_file(Path(config)), f"The DeepSpeed configuration {os.fspath(config)!r}"
-    else:
-        raise TypeError(
-            f"DeepSpeedStrategy: config={config!r} is {messages.a(config)}. Pass a dict, or the path of a JSON file."
-        )
-    found = _without_auto(found)
+    found = without_auto(read_dict(config))
+    name = "DeepSpeedStrategy(config=...)"
+    if isinstance(config, (str, os.PathLike)):
+        name = f"The DeepSpeed configuration {os.fspath(config)!r}"
     for key, why in DECIDED.items():
         if found.get(key):
             raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave it out of the configuration.")
@@ -169,6 +162,22 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
                 'are held in memory. Use "device": "cpu".'
             )
     return found
+
+
+def read_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return everything in a configuration as a dict.
+
+    Raises:
+        ValueError: the file does not exist or is not JSON.
+        TypeError: ``config`` is neither a dict nor a path.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        return _from_file(Path(config))
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(
+            f"DeepSpeedStrategy: config={config!r} is {messages.a(config)}. Pass a dict, or the path of a JSON file."
+        )
+    return dict(config or {})
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -185,9 +194,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its ``"auto"`` values, in all sections."""
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if value != "auto"
     }
