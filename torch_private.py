@@ -333,8 +333,14 @@ REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 #: Returns FSDP's state for a module that it shards.
 fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
-#: Finishes a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`.
-finish_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
+
+def finish_backward(state: Any) -> None:
+    """Finish a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`."""
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 and newer
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
 
 #: Returns the method of an :data:`fsdp_state` that registers a tensor as the start of a backward pass. It is needed for
 #: tensors that torch does not find in the module's output.
@@ -354,12 +360,25 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
     return [one for group in groups if group is not None for one in group.fsdp_params]
 
 
-def whole_parameter(one: Any) -> nn.Parameter | None:
-    """Return the unsharded parameter for an entry of :func:`fsdp_parameters`; None before it is first gathered.
+def waiting_gradient(one: Any) -> Tensor | None:
+    """Return the unsharded gradient that waits to be reduced, for an entry of :func:`fsdp_parameters`.
 
-    If torch removes this attribute, returns None, and gradients that are still waiting to be reduced are not saved.
+    If torch removes these attributes, returns None, and gradients that are still waiting to be reduced are not saved.
     """
-    return getattr(one, "_unsharded_param", None)
+    accumulated = getattr(one, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        return accumulated
+    return getattr(getattr(one, "_unsharded_param", None), "grad", None)
+
+
+def set_waiting_gradient(one: Any, gradient: Tensor) -> None:
+    """Make a gradient wait to be reduced. The parameter must have been gathered before."""
+    parameter = one._unsharded_param
+    kept = parameter.grad_dtype or gradient.dtype
+    if gradient.dtype != kept and hasattr(one, "to_accumulated_grad_if_needed"):  # before torch 2.15
+        one.unsharded_accumulated_grad = gradient
+    else:
+        parameter.grad = gradient.to(kept)
 
 
 #: The attribute that marks a module in which FSDP has sharded parameters. If torch removes this attribute, a run in

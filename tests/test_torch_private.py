@@ -385,7 +385,7 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     fully_shard(net, mesh=mesh["a"])
     kept = private.fsdp_parameters(net)
     assert {id(one.sharded_param) for one in kept} == set(map(id, net.parameters()))
-    assert private.whole_parameter(kept[0]) is None
+    assert private.waiting_gradient(kept[0]) is None
 
     state = private.fsdp_state(net)
     net.set_requires_gradient_sync(False)
@@ -400,11 +400,15 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     loss = held[0].sum()
     private.expect_backward(state)(loss)
     loss.backward()
-    assert private.whole_parameter(kept[0]) is not None
+    waiting = private.waiting_gradient(kept[0])
+    assert waiting is not None
+    private.set_waiting_gradient(kept[0], torch.full_like(waiting, 7))
     assert all(parameter.grad is None for parameter in net.parameters())
     net.set_requires_gradient_sync(True)
     private.finish_backward(state)
     assert all(parameter.grad is not None for parameter in net.parameters())
+    assert private.local_part(kept[0].sharded_param.grad).unique().tolist() == [7]
+    assert all(private.waiting_gradient(one) is None for one in kept)
 
 
 def test_policies_of_fsdp_say_what_they_wrap() -> None:
