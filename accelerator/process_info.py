@@ -85,21 +85,23 @@ class Processes:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Context manager whose body the main process runs first, for example to download data once."""
-        yield from self._first(self.is_main_process, "main_process_first")
+        yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Context manager whose body the first process of each node runs first."""
-        yield from self._first(self.is_local_main_process, "local_main_process_first")
+        yield from self._first(self.is_local_main_process)
 
-    def _first(self, first: bool, name: str) -> Iterator[None]:
+    def _first(self, first: bool) -> Iterator[None]:
+        # One name for both: where one context is inside the other, a process that leaves the inner one lets in those
+        # that wait at the outer one.
         if not first:
-            self.strategy.barrier(name)
+            self.strategy.barrier("main_process_first")
         try:
             yield
         finally:
             if first:  # also after an error, because the others are waiting
-                self.strategy.barrier(name)
+                self.strategy.barrier("main_process_first")
 
     def on_main_process(self, function: F) -> F:
         """Decorator that runs the function only on the main process; on other processes, it returns None."""

@@ -121,12 +121,13 @@ def test_the_main_process_goes_first_also_when_it_fails(tmp_path: Path) -> None:
                     raise InterruptedError
         except InterruptedError:
             found = "failed"
-        with state.local_main_process_first():
-            pass
-        return found
+        with state.main_process_first(), state.local_main_process_first():
+            inside = (tmp_path / f"nested{fail}").exists()
+            (tmp_path / f"nested{fail}").touch()
+        return found, inside
 
-    assert ranks(2, go, False) == [False, True]
-    assert ranks(2, go, True) == ["failed", True]
+    assert ranks(2, go, False) == [(False, False), (True, True)]
+    assert ranks(2, go, True) == [("failed", False), (True, True)]
 
 
 def test_a_state_made_later_stands_where_the_first_one_does() -> None:
