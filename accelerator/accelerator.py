@@ -429,7 +429,10 @@ class Accelerator(Facts):
         return found
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables."""
+        """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables.
+
+        Models prepared with ``evaluation_mode=True`` that the program still uses compute as before.
+        """
         self.prepared.clear()
         self.windows.clear()
         self.gradient_state.step = 0

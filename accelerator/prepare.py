@@ -140,8 +140,11 @@ class Prepared:
         return placement
 
     def clear(self) -> None:
-        """Drop all objects and restore each model's own forward."""
-        for placement in self.placements.values():
+        """Drop all objects and restore the own forward of each model that was trained.
+
+        Trainers that free memory before a training go on to use the models that they prepared for evaluation.
+        """
+        for placement in self.trained:
             restore(placement.module)
             placement.strategy.teardown()
         for kept in (self.placements, self.optimizers, self.schedulers, self.loaders):
