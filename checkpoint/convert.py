@@ -33,7 +33,7 @@ def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     if "state_dict" not in found:
         return found, []
     found = objects.set_apart({**found, "paceline": found.get("paceline", {})})
-    return found, objects.names(found)
+    return found, objects.names(objects.types(found))
 
 
 def _plainer(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..processes import seed
-from . import restore
+from . import objects, restore
 from .hparams_files import read_hparams
 from .hyperparameters import COMMAND_LINE_KEYS, CONFIG, AttributeDict
 from .instantiate import are_of_command_line, instantiate_module
-from .objects import names
 from .read import read
 
 
@@ -30,7 +30,8 @@ def load_from_checkpoint(
 ) -> Any:
     """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
-    This does not change any random state. For the arguments, see ``TrainingModule.load_from_checkpoint``.
+    This does not change any random state. A warning names the pickled objects that a safe load leaves out. For the
+    arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
         ValueError: if the file is not a checkpoint, or names code to run.
@@ -43,11 +44,14 @@ def load_from_checkpoint(
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if are_of_command_line(saved):
+        make = partial(instantiate_module, cls, {**saved, **kwargs})
+    else:
+        make = partial(cls, **_arguments(cls, checkpoint, kwargs, weights_only is False))
+    if weights_only is not False:
+        _warn_of_objects(cls, checkpoint, {**saved, **kwargs})
     with seed.isolate_rng():
-        if are_of_command_line(saved):
-            made = instantiate_module(cls, {**saved, **kwargs})
-        else:
-            made = cls(**_arguments(cls, checkpoint, kwargs, weights_only is False))
+        made = make()
         if is_module:
             restore.call(made, "configure_model")
     if isinstance(made, nn.Module):
@@ -55,6 +59,36 @@ def load_from_checkpoint(
     elif type(made).__qualname__ in checkpoint:
         made.load_state_dict(checkpoint[type(made).__qualname__])  # pyright: ignore[reportAttributeAccessIssue]
     return made
+
+
+def _warn_of_objects(cls: Any, checkpoint: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Warn about the objects in a checkpoint that a safe load leaves out, except hyperparameters with a known value."""
+    parameters = inspect.signature(cls).parameters
+    kept_whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in parameters or are_of_command_line(known)
+    takes_any = kept_whole or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hparams = {
+        name: kind
+        for name, kind in objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY).items()
+        if name not in known and (takes_any or name in parameters)
+    }
+    others = {
+        place: kind
+        for place, kind in objects.types(checkpoint).items()
+        if "/" not in place and (issubclass(cls, nn.Module) or place == cls.__qualname__)
+    }
+    if not (hparams or others):
+        return
+    name = cls.__name__
+    text = (
+        f"{name}.load_from_checkpoint() loads the checkpoint without its "
+        f"{messages.names(objects.names({**hparams, **others}), last='and')}, because unpickling objects can run code "
+        "named in the file. "
+    )
+    if hparams:
+        listed, again = messages.names(hparams, last="and"), ", ".join(f"{one}=..." for one in hparams)
+        text += f"{name} is created without {listed}, so it may differ from the saved one. "
+        text += f"Pass {again} to load_from_checkpoint. "
+    messages.warn(f"{text}If you trust the file, use {name}.load_from_checkpoint(path, weights_only=False).")
 
 
 def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -> None:
@@ -101,7 +135,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
             f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
-    apart = [] if trusted else names(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY)
+    apart = [] if trusted else objects.names(objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY))
     _must_be_complete(cls, named, arguments, list(saved), apart)
     return arguments
 

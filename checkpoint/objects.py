@@ -64,11 +64,21 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
     return False
 
 
-def names(checkpoint: Mapping[str, Any], within: str = "") -> list[str]:
-    """Return the places and types of a checkpoint's pickled objects; with ``within``, only of those in that entry."""
-    start = f"{within}/" if within else ""
+def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Return the type of each pickled object in a checkpoint, by its place, such as ``"hyper_parameters/loss"``."""
     section = checkpoint.get("paceline", {}).get(SECTION, {})
-    return [f"{place.removeprefix(start)} ({one['type']})" for place, one in section.items() if place.startswith(start)]
+    return {place: one["type"] for place, one in section.items()}
+
+
+def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
+    """Return the type of each pickled object in an entry of a checkpoint, by the object's name."""
+    start = f"{entry}/"
+    return {place.removeprefix(start): kind for place, kind in types(checkpoint).items() if place.startswith(start)}
+
+
+def names(found: Mapping[str, str]) -> list[str]:
+    """Return the places and types of pickled objects for a message."""
+    return [f"{place} ({kind})" for place, kind in found.items()]
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:

@@ -375,7 +375,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         checkpoint = run.trainer.checkpoint_io.load_checkpoint(path)
     else:
         checkpoint = run.trainer.checkpoint_io.load_checkpoint(path, weights_only=request.weights_only)
-    apart = objects.names(checkpoint) if request.weights_only is not False else []
+    apart = objects.names(objects.types(checkpoint)) if request.weights_only is not False else []
     if apart:
         messages.info(
             f"{messages.path(path)} also contains {messages.names(apart, last='and')} as objects. They were not "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -261,6 +262,48 @@ def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(t
     assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss.power == 3
     assert set(Loss.made) == {3}
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"] == {}
+
+
+class WithDefault(TinyModule):
+    def __init__(self, loss: Any = 1, power: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.kept_loss = loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = Loss(2)
+
+
+class DataWithDefault(DataModule):
+    def __init__(self, loss: Any = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.kept_loss = loss
+
+    def train_dataloader(self) -> Any:
+        return tiny_loader()
+
+
+class WithoutLoss(TinyModule):
+    """A class that does not take the saved hyperparameter."""
+
+
+def test_a_safe_load_names_each_object_that_it_leaves_out(tmp_path: Path):
+    trainer = Trainer(**QUIET)
+    trainer.fit(WithDefault(Loss(3)), DataWithDefault(Loss(3)))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    told = r"without its 'loss \(.*Loss\)' and 'added \(.*Loss\)'.*created without 'loss', so.*weights_only=False\)"
+    with pytest.warns(UserWarning, match=told):
+        assert WithDefault.load_from_checkpoint(tmp_path / "x.ckpt").kept_loss == 1
+    with pytest.warns(UserWarning, match=r"without its 'loss \(.*Loss\)', because.*created without 'loss'"):
+        assert DataWithDefault.load_from_checkpoint(tmp_path / "x.ckpt").kept_loss == 1
+    with pytest.warns(UserWarning, match=r"without its 'added \(.*Loss\)', because .* If you trust") as shown:
+        WithoutLoss.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert not any("created" in str(one.message) for one in shown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert DataWithDefault.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4
+        assert WithDefault.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss.power == 3
 
 
 def test_a_classes_name_in_the_hyperparameters_is_not_looked_up(tmp_path: Path):
