@@ -109,7 +109,8 @@ class HyperparametersMixin:
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
                 an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
-            ignore: names to leave out, such as a module passed as an argument, which is already in the ``state_dict``.
+            ignore: names to leave out, also if a base class has stored them, such as a module passed as an argument,
+                which is already in the ``state_dict``.
             frame: frame from which to look for ``__init__``; the caller's by default.
             logger: whether to pass these values to the loggers when a run starts.
         """
@@ -128,13 +129,14 @@ class HyperparametersMixin:
             self._hparams = AttributeDict(plain_config(self._hparams) | kept)
         else:
             self.hparams.update(kept)
-        self._hparams_initial = _copied(self.hparams)
+        self.remove_ignored_hparams(sorted(ignored))
         _advise_about_modules(type(self).__name__, kept)
 
     def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
         """Remove the named entries from the hyperparameters."""
         for name in ignore_list:
-            self.hparams.pop(name, None)
+            if name in self.hparams:
+                del self.hparams[name]
         self._hparams_initial = _copied(self.hparams)
 
     def _choose_hparams(
