@@ -145,6 +145,19 @@ def test_ignored_arguments_are_left_out():
     assert module.hparams == module.hparams_initial == {}
 
 
+def test_a_subclass_ignores_what_its_base_class_stored():
+    class Two(HyperparametersMixin):
+        def __init__(self, a: int = 1, b: int = 2) -> None:
+            self.save_hyperparameters()
+
+    class Three(Two):
+        def __init__(self, a: int = 1, b: int = 2, c: int = 3) -> None:
+            super().__init__(a, b)
+            self.save_hyperparameters(ignore=["b"])
+
+    assert dict(Three().hparams) == dict(Three().hparams_initial) == {"a": 1, "c": 3}
+
+
 def test_a_misspelled_name_to_ignore_is_pointed_out():
     class Typo(HyperparametersMixin):
         def __init__(self, backbone: Any, lr: float) -> None:
@@ -168,19 +181,6 @@ class Config:
     "config",
     [{"lr": 0.1, "layers": (1, 2)}, Namespace(lr=0.1, layers=(1, 2)), Config(), AttributeDict(lr=0.1, layers=(1, 2))],
 )
-def test_a_subclass_ignores_what_its_base_class_stored():
-    class Two(HyperparametersMixin):
-        def __init__(self, a: int = 1, b: int = 2) -> None:
-            self.save_hyperparameters()
-
-    class Three(Two):
-        def __init__(self, a: int = 1, b: int = 2, c: int = 3) -> None:
-            super().__init__(a, b)
-            self.save_hyperparameters(ignore=["b"])
-
-    assert dict(Three().hparams) == dict(Three().hparams_initial) == {"a": 1, "c": 3}
-
-
 def test_the_entries_of_a_configuration_object_are_kept_and_its_argument_is_known(config):
     class Configured(HyperparametersMixin):
         def __init__(self, other: int, conf: Any) -> None:
