@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import messages
 from ..checkpoint import file_names, storage
 from ..checkpoint.owned_files import RunFiles
-from .base import Callback
+from .base import Callback, overridden
 from .early_stopping import check_direction, check_mode
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class CheckpointKeeper(Checkpoint):
 
     :class:`ModelCheckpoint` describes the arguments and attributes. Subclasses decide when to save and then call
     :meth:`save` on every rank. A step that is already saved is not saved again.
+
+    Subclasses may override three methods with the names and arguments that they have in Lightning:
+    ``_monitor_candidates`` adds values to rank by, ``_save_checkpoint`` writes each file, on every rank and never in
+    the background, and ``_remove_checkpoint`` deletes a file, on rank 0 only.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -313,7 +317,7 @@ class CheckpointKeeper(Checkpoint):
         ranked_by = {} if score is None else {"monitor": self.monitor, "score": score.item()}
         self._facts = {"line": self._files.line, **ranked_by}
         try:
-            if trainer.has_own_save:
+            if trainer.has_own_save or overridden(self, "_save_checkpoint", CheckpointKeeper) is not None:
                 self._save_by_program(trainer, paths, after)
                 settled(None)
             else:
@@ -325,11 +329,15 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Save with the ``save_checkpoint`` method of a Trainer subclass, once per file."""
+        """Save with a subclass's own method, of the Trainer or of this callback, once per file."""
         for path in paths:
-            trainer.save_checkpoint(path, self.save_weights_only)
+            self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:
             after()
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Write one file."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
         """Return ``path``, marked as one that must not exist yet unless it is one of the replaced files."""
@@ -337,10 +345,14 @@ class CheckpointKeeper(Checkpoint):
 
     def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
         """Delete the replaced files once the new ones are on disk. Called on rank 0, possibly in a thread."""
-        remove = trainer.checkpoint_io.remove_checkpoint if trainer.checkpoint_io.has_own_form else None
         for old in replaced:
             if old not in paths and old != self._protected(trainer):
-                self._files.delete(old, remove)
+                self._remove_checkpoint(trainer, old)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Delete one file if this run wrote it."""
+        own = trainer.checkpoint_io.remove_checkpoint if trainer.checkpoint_io.has_own_form else None
+        self._files.delete(filepath, own)
 
     @staticmethod
     def _protected(trainer: Trainer) -> str | None:
@@ -412,12 +424,12 @@ class CheckpointKeeper(Checkpoint):
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return rank 0's values for ranking and file names, on the CPU. This waits for the device."""
-        logged = trainer.callback_metrics
+        logged = self._monitor_candidates(trainer)
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
-        values = {name: logged[name].detach().squeeze().cpu().clone() for name in wanted if name in logged}
-        for name, counter in zip(COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
-            values[name] = values[name].int() if name in values else torch.tensor(counter)
+        values = {
+            name: torch.as_tensor(logged[name]).detach().squeeze().cpu().clone() for name in wanted if name in logged
+        }
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:
             messages.warn_once(
@@ -425,6 +437,13 @@ class CheckpointKeeper(Checkpoint):
                 f"not been logged yet, so the file name contains nan. Log it, or use {messages.names(sorted(logged))}."
             )
         return self._agreed(trainer, values)
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return the values that may rank a file and appear in its name: the logged metrics, the epoch and the step."""
+        found = dict(trainer.callback_metrics)
+        for name, counter in zip(COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
+            found[name] = found[name].int() if name in found else torch.tensor(counter)
+        return found
 
     def _unused(
         self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from .. import messages
-from .checkpoint_retention import COUNTERS, CheckpointKeeper
+from .checkpoint_retention import CheckpointKeeper
 from .early_stopping import metrics_are_complete_at_epoch_end, never_logged
 from .timer import to_timedelta
 
@@ -274,7 +274,7 @@ class ModelCheckpoint(CheckpointKeeper):
             ValueError: if the metric should have been logged by now.
         """
         metrics = trainer.callback_metrics
-        if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
+        if self.monitor is None or self.monitor in self._monitor_candidates(trainer):
             return True
         text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):

@@ -3,9 +3,44 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
+from ... import messages
 from ...callbacks.loss_guard import LossGuard
+
+#: Private methods of Lightning's ModelCheckpoint that Paceline has no match for.
+_UNCALLED = (
+    "_find_last_checkpoints",
+    "_format_checkpoint_name",
+    "_get_metric_interpolated_filepath_name",
+    "_link_checkpoint",
+    "_save_last_checkpoint",
+    "_save_monitor_checkpoint",
+    "_save_none_monitor_checkpoint",
+    "_save_topk_checkpoint",
+    "_should_remove_checkpoint",
+    "_should_save_on_exception",
+    "_should_save_on_train_epoch_end",
+    "_should_skip_saving_checkpoint",
+    "_update_best_and_save",
+)
+
+
+def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ModelCheckpoint's ``__init__`` to raise a TypeError if a subclass defines a method that is never called."""
+
+    def create(callback: Any, *args: Any, **kwargs: Any) -> None:
+        found = [name for name in _UNCALLED if hasattr(type(callback), name)]
+        if found:
+            raise TypeError(
+                f"{type(callback).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
+                "Override _monitor_candidates, _save_checkpoint, _remove_checkpoint, "
+                "format_checkpoint_name or a hook instead, or rename it if only your code calls it."
+            )
+        init(callback, *args, **kwargs)
+
+    return create
 
 
 class SpikeDetection(LossGuard):

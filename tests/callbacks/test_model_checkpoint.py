@@ -1039,3 +1039,27 @@ def test_saves_go_through_a_save_checkpoint_of_the_programs_own(tmp_path: Path) 
     assert saved == [(name, False) for name in (first, last, last, best, last)]
     assert names(tmp_path) == ["epoch=2-step=12.ckpt", "last.ckpt"]
     assert load(checkpoint.best_model_path)["callbacks"][checkpoint.state_key]["best_model_score"] == 1.0
+
+
+def test_a_subclass_adds_values_and_writes_and_deletes_files(tmp_path: Path):
+    done: list[tuple[str, str]] = []
+
+    class Own(ModelCheckpoint):
+        def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+            found = super()._monitor_candidates(trainer)
+            return found | {"doubled": 2 * found["score"]}
+
+        def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+            done.append(("save", Path(filepath).name))
+            super()._save_checkpoint(trainer, filepath)
+
+        def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+            done.append(("remove", Path(filepath).name))
+            super()._remove_checkpoint(trainer, filepath)
+
+    kept = Own(tmp_path, "{epoch}-{doubled:.0f}", monitor="doubled")
+    fit(tmp_path, kept, module=Scored(2.0, 3.0, 1.0))
+    first, second = "epoch=0-doubled=4.ckpt", "epoch=2-doubled=2.ckpt"
+    assert done == [("save", first), ("save", second), ("remove", first)]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [second] == [Path(kept.best_model_path).name]
+    assert kept.best_model_score == 2

@@ -158,6 +158,16 @@ class Nan(Net):
         self.log("nan", float("nan"))
         return super().training_step(batch, batch_idx)
 
+class Ranks(pl.callbacks.ModelCheckpoint):
+    def _update_best_and_save(self, current, trainer, monitor_candidates):
+        pass
+
+try:
+    Ranks()
+except MisconfigurationException as error:
+    assert "defines '_update_best_and_save', which Paceline never calls" in str(error), error
+else:
+    raise AssertionError("no error")
 kept = pl.callbacks.ModelCheckpoint("kept", monitor="nan")
 stats = pl.callbacks.DeviceStatsMonitor(filter_keys={"heat"})
 csv = pl.loggers.CSVLogger("csv")
