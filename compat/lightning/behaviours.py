@@ -92,7 +92,7 @@ def _change_callbacks() -> None:
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from .callbacks import refusing_uncalled
+    from .callbacks import refusing_uncalled, warning_without_validation
 
     range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
     begin: Any = StochasticWeightAveraging._begin
@@ -114,6 +114,7 @@ def _change_callbacks() -> None:
             (CheckpointKeeper, "_take_in"): rank,
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
+            (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
             (StochasticWeightAveraging, "_begin"): begin_averaging,
             (range_test, "__post_init__"): lambda test: None,
             (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,

@@ -43,6 +43,21 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
     return create
 
 
+def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric."""
+
+    def warn(callback: Any, trainer: Any) -> bool:
+        try:
+            return has_value(callback, trainer)
+        except ValueError as error:
+            if trainer.enable_validation:
+                raise
+            messages.warn_once(f"{error} No file is ranked.", key=f"ModelCheckpoint {callback.monitor}")
+            return False
+
+    return warn
+
+
 class SpikeDetection(LossGuard):
     """:class:`LossGuard` with Lightning's arguments and defaults. A spike raises ``TrainingSpikeException``."""
 

@@ -176,6 +176,12 @@ with warnings.catch_warnings(record=True) as told:
     pl.Trainer(**plain | {"logger": csv, "callbacks": [kept, stats]}).fit(Nan(), DataLoader(torch.ones(4, 4)))
 assert any("keys not found" in str(one.message) and "'heat'" in str(one.message) for one in told), told
 assert kept.current_score == kept.best_model_score == float("inf") and os.path.exists(kept.best_model_path)
+unranked = pl.callbacks.ModelCheckpoint("unranked", monitor="val_loss", save_last=True)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    pl.Trainer(**plain | {"callbacks": [unranked]}).fit(Net(), DataLoader(torch.ones(4, 4)))
+assert any("'val_loss' was not logged" in str(one.message) for one in told), told
+assert unranked.best_model_path == "" and os.listdir("unranked") == ["last.ckpt"]
 csv.log_metrics({"a": 1}, 4)
 csv.save()
 assert open(csv.experiment.metrics_file_path).readline().strip() == "step,a"
