@@ -67,12 +67,22 @@ class View:
 
 
 class Progress:
-    """How often something was started and finished, in this run and in total."""
+    """How often something was started and finished, in this run and in total. The counts cannot be set."""
+
+    ready: int
+    started: int
+    completed: int
+    processed: int
 
     def __init__(self, begun: int, finished: int, processed: int | None = None) -> None:
-        self.ready = self.started = begun
-        self.completed = finished
-        self.processed = finished if processed is None else processed
+        processed = finished if processed is None else processed
+        vars(self).update(ready=begun, started=begun, completed=finished, processed=processed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"The progress of a loop cannot be set ({name} = {value!r}), because it only shows what a run does. Pass "
+            "ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
+        )
 
     @property
     def current(self) -> Progress:
