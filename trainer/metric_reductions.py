@@ -416,10 +416,11 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
 
 
 def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """Return a reduction's name; raise for an unknown one."""
+    """Return a reduction's name, which may be given in any case; raise for an unknown one."""
     functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
     functions |= {min: "min", max: "max", sum: "sum"}
-    found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
+    found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else str(reduce_fx).lower()
+    found = "mean" if found == "avg" else found
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
         raise ValueError(

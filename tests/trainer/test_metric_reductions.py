@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.strategies import SingleDevice
-from paceline.trainer.metric_reductions import Options, Record, as_tensor, make_record
+from paceline.trainer.metric_reductions import Options, Record, as_tensor, make_record, reduction_of
 from paceline.trainer.phases import EVAL_BATCH, TRAIN_BATCH
 
 DEVICE = SingleDevice()
@@ -219,3 +219,9 @@ def test_on_a_gpu_the_same_numbers_come_out_and_nothing_waits(reduce_fx: str) ->
     assert float(result) == pytest.approx(computed(here), rel=1e-12)
     values[-1] += 100
     assert float(there.extreme if reduce_fx in ("min", "max") else here.compute(DEVICE)) == computed(here)  # type: ignore[attr-defined]
+
+
+def test_a_reduction_may_be_given_in_any_case() -> None:
+    assert [reduction_of("v", one) for one in ("SUM", "Mean", "avg", "AVG", "MAX")] == ["sum", "mean", "mean", "mean", "max"]
+    with pytest.raises(ValueError, match="Unknown reduce_fx for self.log.*'MEDIAN'"):
+        reduction_of("v", "MEDIAN")
