@@ -222,6 +222,7 @@ def test_on_a_gpu_the_same_numbers_come_out_and_nothing_waits(reduce_fx: str) ->
 
 
 def test_a_reduction_may_be_given_in_any_case() -> None:
-    assert [reduction_of("v", one) for one in ("SUM", "Mean", "avg", "AVG", "MAX")] == ["sum", "mean", "mean", "mean", "max"]
-    with pytest.raises(ValueError, match="Unknown reduce_fx for self.log.*'MEDIAN'"):
+    found = {reduce_fx: reduction_of("v", reduce_fx) for reduce_fx in ("SUM", "Mean", "avg", "AVG")}
+    assert found == {"SUM": "sum", "Mean": "mean", "avg": "mean", "AVG": "mean"}
+    with pytest.raises(ValueError, match=r"Unknown reduce_fx for self\.log.*'MEDIAN'"):
         reduction_of("v", "MEDIAN")
