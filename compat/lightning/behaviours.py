@@ -90,9 +90,10 @@ def _change_loggers() -> None:
 def _change_callbacks() -> None:
     from ...callbacks.checkpoint_retention import CheckpointKeeper
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
+    from ...callbacks.early_stopping import EarlyStopping
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from .callbacks import refusing_uncalled, warning_without_validation
+    from .callbacks import raising_runtime_error, refusing_uncalled, warning_without_validation
 
     range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
     begin: Any = StochasticWeightAveraging._begin
@@ -113,6 +114,7 @@ def _change_callbacks() -> None:
         {
             (CheckpointKeeper, "_take_in"): rank,
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
+            (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
             (StochasticWeightAveraging, "_begin"): begin_averaging,

@@ -58,6 +58,18 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
     return warn
 
 
+def raising_runtime_error(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap ``EarlyStopping._value`` to raise a RuntimeError, as in Lightning, if the metric was never logged."""
+
+    def read(callback: Any, trainer: Any) -> Any:
+        try:
+            return value(callback, trainer)
+        except ValueError as error:
+            raise RuntimeError(*error.args) from None
+
+    return read
+
+
 class SpikeDetection(LossGuard):
     """:class:`LossGuard` with Lightning's arguments and defaults. A spike raises ``TrainingSpikeException``."""
 

@@ -176,6 +176,12 @@ with warnings.catch_warnings(record=True) as told:
     pl.Trainer(**plain | {"logger": csv, "callbacks": [kept, stats]}).fit(Nan(), DataLoader(torch.ones(4, 4)))
 assert any("keys not found" in str(one.message) and "'heat'" in str(one.message) for one in told), told
 assert kept.current_score == kept.best_model_score == float("inf") and os.path.exists(kept.best_model_path)
+try:
+    pl.Trainer(**plain | {"callbacks": [pl.callbacks.EarlyStopping("nope")]}).fit(Net(), DataLoader(torch.ones(4, 4)))
+except RuntimeError as error:
+    assert "'nope' was not logged" in str(error), error
+else:
+    raise AssertionError("no error")
 unranked = pl.callbacks.ModelCheckpoint("unranked", monitor="val_loss", save_last=True)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
