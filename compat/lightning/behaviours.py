@@ -85,6 +85,13 @@ def _change_loggers() -> None:
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     ExperimentWriter.first_columns = ("step",)
+    save = TensorBoardLogger.save
+
+    def save_run(logger: TensorBoardLogger) -> None:
+        _ = logger.experiment  # creates the run's folder
+        save(logger)
+
+    _replace({(TensorBoardLogger, "save"): save_run})
 
 
 def _change_callbacks() -> None:

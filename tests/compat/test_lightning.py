@@ -189,6 +189,9 @@ with warnings.catch_warnings(record=True) as told:
     pl.Trainer(**plain | {"callbacks": [unranked]}).fit(Net(), DataLoader(torch.ones(4, 4)))
 assert any("'val_loss' was not logged" in str(one.message) for one in told), told
 assert unranked.best_model_path == "" and os.listdir("unranked") == ["last.ckpt"]
+board = pl.loggers.TensorBoardLogger("board")
+board.save()
+assert "hparams.yaml" in os.listdir(board.log_dir)
 csv.log_metrics({"a": 1}, 4)
 csv.save()
 assert open(csv.experiment.metrics_file_path).readline().strip() == "step,a"
