@@ -274,7 +274,7 @@ class ModelCheckpoint(CheckpointKeeper):
             ValueError: if the metric should have been logged by now.
         """
         metrics = trainer.callback_metrics
-        if self.monitor is None or self.monitor in self._monitor_candidates(trainer):
+        if self.monitor is None or self.monitor in metrics or self.monitor in self._monitor_candidates(trainer):
             return True
         text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
