@@ -46,7 +46,7 @@ def answer(module: str, name: str) -> str:
         return f"`paceline.{target.module}.{target.name}`"
     if name in names.UNSUPPORTED:
         return f"not here: {names.UNSUPPORTED[name]}"
-    return "the same value" if name in names.CONSTANTS else "answers for this machine"
+    return "a value" if name in names.CONSTANTS else "answers for this machine"
 
 
 def page() -> str:
