@@ -80,6 +80,8 @@ USED = {
     "optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched _schedulers _last_lr",
     "amp.grad_scaler": "_scale _per_optimizer_states _unscale_grads_",
     "serialization": "_get_layout",
+    "_utils": r"_rebuild_\w+",
+    "_tensor": "_rebuild_from_type_v2",
     "distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "utils.tensorboard.writer": "_get_file_writer",
 }
