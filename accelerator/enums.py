@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .. import messages
 
 #: Values of ``mixed_precision``, ``dynamo_backend`` and ``log_with``.
-MixedName = Literal["no", "fp16", "bf16"]
+MixedName = Literal["no", "fp16", "bf16", "fp8"]
 BackendName = Literal[
     "no",
     "eager",

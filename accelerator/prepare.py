@@ -130,7 +130,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """Return a prepared model with its strategy."""
+        """Return the :class:`PreparedModel` of a model; ``asked`` is the calling method's name."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(
@@ -140,8 +140,11 @@ class Prepared:
         return placement
 
     def clear(self) -> None:
-        """Drop all objects and restore each model's own forward."""
-        for placement in self.placements.values():
+        """Drop all objects and restore the own forward of each model that was trained.
+
+        Trainers that free memory before a training go on to use the models that they prepared for evaluation.
+        """
+        for placement in self.trained:
             restore(placement.module)
             placement.strategy.teardown()
         for kept in (self.placements, self.optimizers, self.schedulers, self.loaders):
@@ -308,8 +311,8 @@ class Prepared:
         methods, or ``backward(num_items=...)``.
 
         Args:
-            joinables: prepared models to train in this context, and optimizers that communicate
-                (ZeroRedundancyOptimizer).
+            joinables: prepared models to train in this context, and optimizers that communicate, such as
+                ZeroRedundancyOptimizer.
             even_batches: if False, prepared loaders yield every sample once, so some processes may get one batch
                 fewer. If True, all processes get the same number of batches, and nothing is joined. If None, each
                 loader keeps its setting.

@@ -108,11 +108,11 @@ class Processes:
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function only on the first process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the first process of each node; on others, it returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function only on the process with the highest index; elsewhere, it returns None."""
+        """Decorator that runs the function only on the last process; on other processes, it returns None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
@@ -122,7 +122,7 @@ class Processes:
         return self._only(function, lambda: self.process_index == (process_index or 0))
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function only on the given process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the given process of each node; on others, it returns None."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == (local_process_index or 0))
@@ -136,7 +136,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Context manager that yields this process's part; see :func:`.operations.split_between_processes`."""
+        """Context manager that yields a part of ``inputs``; see :func:`.operations.split_between_processes`."""
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 

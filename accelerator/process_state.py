@@ -32,7 +32,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_con
 
 @dataclass
 class _Process:
-    """State that everything in this process shares.
+    """State shared by all objects in this process.
 
     Attributes:
         strategy: the strategy that joined the process group; None until one has joined.
@@ -121,7 +121,7 @@ class PartialState(Processes):
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that is set up. The first such strategy becomes the process's strategy."""
+        """Return the state of a strategy that is already set up. The first such strategy becomes the process's own."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -183,7 +183,7 @@ class PartialState(Processes):
             torch.cuda.set_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the given process group, or the default one if None. Every process must call this."""
+        """Leave ``group``, or the default process group if it is None. Every process must call this."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
@@ -289,7 +289,7 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The DeepSpeed plugin by name; None if there is none."""
+        """The DeepSpeed plugin by name; None if DeepSpeed is not used."""
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str = "default") -> Any:

@@ -103,9 +103,10 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Raises an error in place of the method that moves or converts a dispatched module.
+    """Replaces ``_apply`` of a dispatched module and raises an error.
 
-    ``to`` and ``half``, for example, call that method, even when they are called on a parent module.
+    Methods that move or convert a module, such as ``to`` and ``half``, call its ``_apply``, even if they are called on
+    a parent module.
     """
 
     def __init__(self, name: str, where: str) -> None:

@@ -165,7 +165,7 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
 
-    A normal allocator may keep freed memory in each of its threads, which can add up to several tensors.
+    The default allocator may keep freed memory for each thread, which can add up to the size of several tensors.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < _PAGE:
@@ -255,8 +255,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def _is_as_in_file(start: int, end: int) -> bool:
     """Return True if no page has been written to since it was mapped; a written page is private to the process.
 
-    Asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating batch
-    statistics, does not change a tensor's version. Returns False if the system gives no answer.
+    This asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating
+    batch statistics, does not change a tensor's version. Returns False if the system gives no answer.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:

@@ -357,7 +357,7 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
 
 @contextmanager
 def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Turn off ``self.log`` in a module and its submodules, and reset their unused torchmetrics objects afterwards."""
+    """Context manager that disables ``self.log`` in a module and, at exit, resets metrics that were unused before."""
     metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:

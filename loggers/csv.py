@@ -23,7 +23,7 @@ class CSVLogger(FolderLogger):
     with the name of one of the first three columns appears as ``metric/<name>``.
 
     Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
-    and at the end of the run. Only when a new metric appears is the file rewritten and replaced atomically.
+    and at the end of the run. The file is rewritten, and replaced atomically, only when a new metric appears.
 
     Args:
         save_dir: the folder for all experiments.
@@ -172,7 +172,7 @@ class ExperimentWriter:
         return values
 
     def is_due(self, every_n_steps: int) -> bool:
-        """Return True if this many steps or rows have been added since the last :meth:`save`."""
+        """Return True if ``every_n_steps`` steps or rows have been added since the last :meth:`save`."""
         steps = abs(self._last["step"] - (self._flushed_step or 0)) if self._last else 0
         return steps >= every_n_steps or len(self.metrics) >= every_n_steps
 

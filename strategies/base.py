@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..big_model.device_map import spread_in
 from ..big_model.sharded_loading import all_or_none
-from ..torch_private import multiply_each_
+from ..torch_private import multiply_each_, untried
 from .communication import Communication
 from .placement import Placement
 from .precision.base import gradients
@@ -53,6 +53,8 @@ class Strategy(Placement, Communication, State):
 
     def setup_environment(self) -> None:
         """Make this process's device current and join the process group. Called once per run in every process."""
+        if warning := untried():
+            messages.warn_once(warning)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

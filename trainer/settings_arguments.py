@@ -24,11 +24,12 @@ from ..strategies.precision.base import Precision
 from .arguments import MOVED
 
 #: Values of the precision setting, and the Trainer's names for them.
-_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
 _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
+    "fp8": ("fp8", "fp8-mixed"),
 }
 #: Settings that have the same meaning as an argument of the Trainer.
 _ARGUMENTS = {

@@ -59,7 +59,7 @@ def has_compiled_regions(module: Any) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or the entire module if it has none. Returns the same object."""
+    """Compile a module's repeated blocks, or the entire module if it has none; return the same module."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module

@@ -56,12 +56,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Average tensors across all processes, or add them up (``"sum"``)."""
+    """Reduce tensors across all processes, by default to their mean, and multiply the result by ``scale``."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along a dimension to the longest tensor across all processes."""
+    """Pad tensors along a dimension to the largest size on any process."""
     return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
 
 

@@ -122,7 +122,7 @@ class BatchSamplerShard(BatchSampler):
                 return
             if not full and self.even_batches and size is None:
                 together = [*together, *islice(cycle(first), world - len(together))]
-            elif not full and self.even_batches:
+            elif not full and self.even_batches and size is not None:
                 rows = list(islice(chain(*together, cycle(chain.from_iterable(first))), world * size))
                 together = [rows[start : start + size] for start in range(0, world * size, size)]
             if self.process_index < len(together):

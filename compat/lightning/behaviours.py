@@ -107,14 +107,15 @@ def _change_callbacks() -> None:
         for group in trainer.optimizers[0].param_groups:
             group["initial_lr"] = group["swa_lr"]
 
-    for owner, name, changed in (
-        (CheckpointKeeper, "_take_in", rank),
-        (DeviceStatsMonitor, "_check_keys", _warn_of_keys),
-        (StochasticWeightAveraging, "_begin", begin_averaging),
-        (range_test, "__post_init__", lambda self: None),
-        (range_test, "rate", lambda self, step: rate(self, step) if self.num_training > 1 else self.min_lr),
-    ):
-        setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
+    _replace(
+        {
+            (CheckpointKeeper, "_take_in"): rank,
+            (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
+            (StochasticWeightAveraging, "_begin"): begin_averaging,
+            (range_test, "__post_init__"): lambda test: None,
+            (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
+        }
+    )
 
 
 def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -> None:
@@ -160,9 +161,13 @@ def _replace_methods() -> None:
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
+    _replace(replacements)
+    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
+
+
+def _replace(replacements: Mapping[tuple[type, str], Any]) -> None:
     for (owner, name), changed in replacements.items():
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
-    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
 
 
 def _translate_errors() -> None:

@@ -27,7 +27,7 @@ _LOADERS = {
 
 
 def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an entry point so that it shows warnings again that an earlier call has already shown."""
+    """Wrap an entry point so that each call shows its warnings, even those that an earlier call has shown."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         messages.forget()
@@ -37,7 +37,7 @@ def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def advising_train(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``FitLoop.advise``, plus advice about the training loader."""
+    """Wrap ``FitLoop.advise`` to also give advice about the training loader."""
 
     def advise(loop: Any) -> None:
         method(loop)
@@ -49,7 +49,7 @@ def advising_train(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def advising_evaluation(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``DataSource.load_evaluation``, plus advice about the loaders that it creates."""
+    """Wrap ``DataSource.load_evaluation`` to give advice about the loaders that it creates."""
 
     def load_evaluation(source: Any, kind: str) -> Any:
         is_new = kind not in source.eval
@@ -96,8 +96,8 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(
             f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated every "
-            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out one "
-            "of these arguments."
+            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out "
+            "persistent_workers, pin_memory or reload_dataloaders_every_n_epochs."
         )
 
 

@@ -214,6 +214,7 @@ class FSDPStrategy(DistributedStrategy):
             self.offload,
             self.activation_checkpointing,
         )
+        self.precision.shards = True
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)

@@ -31,6 +31,8 @@ class Precision:
     name: str = "32-true"
     #: The dtype to convert floating-point inputs to when a batch is moved, or None.
     input_dtype: torch.dtype | None = None
+    #: Whether the strategy shards the weights and gathers them before use; it sets this before :meth:`convert_module`.
+    shards: bool = False
     #: fp16's loss scaler, or None.
     scaler: Any = None
 

@@ -215,7 +215,7 @@ def test_f6_u24_log_before_init_trackers_and_after_the_end_is_an_error(tmp_path:
     trackers.finish()
     with pytest.raises(RuntimeError, match="after end_training"):
         trackers.log({"loss": 1.0})
-    with pytest.raises(RuntimeError, match=r"has no tracker. Choose a tracker, such as with Accelerator.log_with="):
+    with pytest.raises(RuntimeError, match=r"has no tracker. Choose a tracker, for example with Accelerator.log_with="):
         Trackers().log({"loss": 1.0})
 
 
