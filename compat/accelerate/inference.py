@@ -57,7 +57,7 @@ def prepare_pippy(
     first = slice_tensors(example, slice(size // chunks))
     spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     with torch.no_grad():
-        pipe = pipeline(model, *first, spec)
+        pipe = pipeline(model, first[0], first[1], spec)
     schedule = ScheduleGPipe(pipe.build_stage(state.process_index, state.device), chunks)
     model.hf_split_points = list(split_points)  # type: ignore[assignment]
     model.forward = _forward(schedule, size, gather_output)  # type: ignore[assignment]
