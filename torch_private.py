@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # ---- versions --------------------------------------------------------------------------------------------------------
 
-#: The newest version of torch, major and minor, with which all tests were run.
+#: The newest version of torch, major and minor, with which the tests were run.
 NEWEST_TRIED = (2, 15)
 
 #: All private names that this file uses, by the module or the object of torch that has them. Each name is a pattern.
