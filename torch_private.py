@@ -81,6 +81,8 @@ USED = {
     "optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched _schedulers _last_lr",
     "amp.grad_scaler": "_scale _per_optimizer_states _unscale_grads_",
     "serialization": "_get_layout",
+    "_utils": r"_rebuild_\w+",
+    "_tensor": "_rebuild_from_type_v2",
     "distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "utils.tensorboard.writer": "_get_file_writer",
 }
@@ -127,7 +129,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Make a loader create a new iterator for its next epoch.
 
-    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old iterator.
+    If torch removes ``_iterator``, nothing happens, and a loader with persistent workers keeps its old iterator.
     """
     loader._iterator = None
 
@@ -145,10 +147,10 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """Return the dataset's own iterator, which an iterator without workers reads; otherwise, ``iterator`` itself.
+    """Return the dataset's own iterator if a loader's ``iterator`` (without workers) reads one; else, ``iterator``.
 
-    If torch removes this attribute, returns ``iterator`` itself, and one more item than needed is requested at the end
-    of a dataset.
+    If torch removes ``_dataset_fetcher``, this returns ``iterator`` itself, and one more item than needed is requested
+    at the end of a dataset.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -156,8 +158,7 @@ def dataset_iterator(iterator: Any) -> Any:
 def workers_of(iterator: Any) -> list[Any]:
     """Return the worker processes of a loader's iterator.
 
-    If torch removes this attribute, the list is empty, and the error about a lost worker does not say which
-    worker it was.
+    If torch removes ``_workers``, the list is empty, and the error about a lost worker does not say which one it was.
     """
     return getattr(iterator, "_workers", [])
 
@@ -165,7 +166,7 @@ def workers_of(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
     """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent``.
 
-    If torch removes this method, nothing happens, and workers exit when their iterator is garbage-collected.
+    If torch removes ``_shutdown_workers``, nothing happens, and workers exit when their iterator is garbage-collected.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -189,7 +190,7 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 def is_initialized(module: nn.Module) -> bool:
     """Return True if ``nn.Module.__init__`` has run.
 
-    If torch removes this attribute, always returns False, so every module is refused.
+    If torch removes ``_modules``, this always returns False, so every module is refused.
     """
     return "_modules" in vars(module)
 
@@ -197,7 +198,7 @@ def is_initialized(module: nn.Module) -> bool:
 def unscales_in_its_step(optimizer: Any) -> bool:
     """Return True if an optimizer removes the loss scale inside its step.
 
-    If torch removes this attribute, always returns False, so no optimizer is refused.
+    If torch removes ``_step_supports_amp_scaling``, this always returns False, so no optimizer is refused.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -223,7 +224,7 @@ def is_compiled(module: nn.Module) -> bool:
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
     """Return the version of each module's layout in a ``state_dict``, by module name.
 
-    If torch removes this attribute, the mapping is empty, and each module reads its state as the oldest version.
+    If torch removes ``_metadata``, the mapping is empty, and each module reads its state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -267,7 +268,7 @@ Dropout = nn.modules.dropout._DropoutNd
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
     """Return attributes that make a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
 
-    If torch removes this attribute, raises AttributeError.
+    If torch removes ``_check_non_zero_input_channels``, this raises AttributeError.
     """
     kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
@@ -287,7 +288,7 @@ backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def change_count(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for inference tensors, for which torch does not count."""
+    """Return how often a tensor was changed in place; None for inference tensors, for which torch keeps no count."""
     try:
         return tensor._version
     except RuntimeError:
@@ -363,7 +364,7 @@ communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh remembers it."""
+    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh stores the result."""
     return mesh._flatten(name)
 
 
@@ -373,7 +374,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def is_in_parts(tensor: Any) -> bool:
     """Return True if a tensor is a DTensor, without importing anything.
 
-    If torch removes this attribute, always returns False.
+    If torch removes ``_local_tensor``, this always returns False.
     """
     return hasattr(tensor, "_local_tensor")
 
@@ -381,18 +382,18 @@ def is_in_parts(tensor: Any) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's shard of a DTensor, detached from autograd, or any other tensor unchanged.
 
-    If torch removes this attribute, returns the DTensor itself.
+    If torch removes ``_local_tensor``, this returns the DTensor itself.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local_part(like: Any, part: Tensor) -> Any:
-    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard. It does not require gradients."""
+    """Return a DTensor with the layout of ``like`` and the shard ``part``. It does not require gradients."""
     return type(like)(part, like._spec, requires_grad=False)
 
 
 def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Compute the shape of this process's shard of a DTensor and its offset in the full tensor, from the layout."""
+    """Compute, from a DTensor's layout, the shape of this process's shard and the shard's offset in the full tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -401,7 +402,8 @@ def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]
 def forget_layouts() -> None:
     """Clear torch's caches of DTensors' layouts, because the caches keep meshes and their process groups alive.
 
-    If torch removes these caches, raises AttributeError. If it removes the C++ cache, only the others are cleared.
+    If torch removes the Python caches, this raises AttributeError. If it removes only the cache in C++, only the
+    Python caches are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -482,7 +484,7 @@ FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_para
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """Return the classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If torch removes this attribute, returns None, and the policy is called like a function.
+    If torch removes ``_module_classes``, this returns None, and the policy is called like a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
@@ -491,7 +493,7 @@ def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
     """Return the function of a ``CustomPolicy``; None for any other policy.
 
-    If torch removes this attribute, the same happens as in :func:`classes_of_policy`.
+    If torch removes ``_lambda_fn``, this returns None, and the policy is called like a function.
     """
     return getattr(policy, "_lambda_fn", None)
 
@@ -502,7 +504,7 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 def compiler_is_loaded() -> bool:
     """Return True if this process may have compiled anything. Imports nothing.
 
-    If torch removes this module, returns False.
+    If torch removes ``torch._dynamo``, this returns False.
     """
     return "torch._dynamo" in sys.modules
 
@@ -510,8 +512,8 @@ def compiler_is_loaded() -> bool:
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
     """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
 
-    If torch removes the class or its attribute, raises AttributeError. If torch moves the class to another module,
-    returns None for every object.
+    If torch removes ``OptimizedModule`` or its ``dynamo_ctx``, this raises AttributeError. If torch moves the class to
+    another module, this returns None for every object.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -540,7 +542,7 @@ def off_compiling(begin: Callable[..., None], end: Callable[..., None]) -> None:
 
 
 def recompilations() -> logging.Logger:
-    """Return the logger in which torch, from now on, explains why it recompiles a function.
+    """Make torch log why it recompiles a function, and return the logger that it uses.
 
     ``torch._logging.set_logs`` would work as well, but would overwrite the user's settings for torch's logs.
     """
@@ -571,10 +573,10 @@ def keep_address(tensor: Tensor) -> None:
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Make torch's compiler trace the code that collects an optimizer's gradients like any other code.
+    """Make torch.compile trace the code that reads an optimizer's gradients as it traces ordinary code.
 
-    By default, torch handles this code in a special way that needs gradients before the graph runs. If torch removes
-    this attribute, nothing happens, and the special handling stays.
+    By default, torch handles this code in a special way, which requires gradients to exist before the graph runs. If
+    torch removes ``_torchdynamo_orig_callable``, this function does nothing.
 
     Args:
         methods: the methods of the optimizer's class by name; changed in place.
@@ -599,16 +601,17 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if ``Optimizer.__init__`` has run, which is required to register hooks.
 
-    If torch removes this attribute, always returns False, and a step that the user takes by mistake is not detected.
+    If torch removes ``_optimizer_step_pre_hooks``, this always returns False, and a step that the user takes by
+    mistake is not detected.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def is_of_scheduler(step: Any) -> bool:
-    """Return True if a scheduler has set this ``step`` on its optimizer to count the calls.
+    """Return True if an optimizer's ``step`` is a scheduler's wrapper that counts the calls.
 
-    If torch removes this attribute, returns False, and the step of any optimizer with a scheduler seems to have been
-    replaced.
+    If torch removes ``_wrapped_by_lr_sched``, this returns False, and the step of any optimizer with a scheduler seems
+    to have been replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
@@ -629,9 +632,9 @@ scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_opt
 
 
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
-    """Make a ``GradScaler`` unscale an optimizer's gradients with this function.
+    """Make a ``GradScaler`` unscale an optimizer's gradients with the function ``unscale``.
 
-    If torch removes this method, the function is not called, and torch unscales each shard separately.
+    If torch removes ``_unscale_grads_``, the function is not called, and torch unscales each shard separately.
     """
     scaler._unscale_grads_ = unscale
 
@@ -645,6 +648,10 @@ NAMES_IN_INDEX = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
 }
+
+#: How the full names begin of the functions and classes that rebuild tensors from a pickled file. If torch moves them,
+#: ``paceline checkpoint convert`` and the error about a file with objects list them among the file's code.
+REBUILD_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout")
 
 #: Returns the file writer of a TensorBoard ``SummaryWriter``, which is a new one if the previous one was closed.
 event_writer: Callable[[Any], Any] = methodcaller("_get_file_writer")

@@ -85,14 +85,16 @@ class Processes:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Context manager whose body the main process runs first, for example to download data once."""
-        yield from self._first(self.is_main_process, "main_process_first")
+        yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Context manager whose body the first process of each node runs first."""
-        yield from self._first(self.is_local_main_process, "local_main_process_first")
+        yield from self._first(self.is_local_main_process)
 
-    def _first(self, first: bool, name: str) -> Iterator[None]:
+    def _first(self, first: bool) -> Iterator[None]:
+        # One name for both, because in nested blocks a process leaves the inner one while others enter the outer one.
+        name = "main_process_first or local_main_process_first"
         if not first:
             self.strategy.barrier(name)
         try:
@@ -106,11 +108,11 @@ class Processes:
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function only on the first process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the first process of each node; on others, it returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function only on the process with the highest index; elsewhere, it returns None."""
+        """Decorator that runs the function only on the last process; on other processes, it returns None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
@@ -120,7 +122,7 @@ class Processes:
         return self._only(function, lambda: self.process_index == (process_index or 0))
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function only on the given process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the given process of each node; on others, it returns None."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == (local_process_index or 0))
@@ -134,7 +136,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Context manager that yields this process's part; see :func:`.operations.split_between_processes`."""
+        """Context manager that yields a part of ``inputs``; see :func:`.operations.split_between_processes`."""
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 

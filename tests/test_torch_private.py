@@ -657,6 +657,19 @@ def test_an_index_of_a_checkpoint_names_these(tmp_path: Path) -> None:
     assert all(hasattr(import_module(module), name) for module, name in private.NAMES_IN_INDEX)
 
 
+class Named(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(1), torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse(), torch.ones(1).as_subclass(Named)],
+)
+def test_tensors_are_rebuilt_by_names_that_begin_like_this(value: Tensor) -> None:
+    rebuild = value.__reduce_ex__(2)[0]
+    assert f"{rebuild.__module__}.{rebuild.__name__}".startswith(private.REBUILD_TENSORS)
+
+
 def test_a_summary_writer_makes_a_new_file_writer_after_it_was_closed(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 

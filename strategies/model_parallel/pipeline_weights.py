@@ -116,7 +116,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum gradients across the processes that share a weight; average all gradients over the pipeline's copies."""
+        """Sum gradients across the processes that share a weight; average all gradients across pipeline copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -153,7 +153,7 @@ class Weights:
             dist.recv(flat, first, group=group)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm over all stages, counting shared weights once; return the norm before clipping, shape ()."""
+        """Clip the norm across all stages, including shared weights once; return the norm before clipping, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}
@@ -177,7 +177,10 @@ class Weights:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Return True if this process counts a gradient: only the first process that uses the weight does."""
+        """Return True if this process includes a gradient in the total norm.
+
+        For a weight that several processes share, only the first of them does.
+        """
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])

@@ -277,13 +277,18 @@ def test_every_argument_is_described() -> None:
     assert [name for name in inspect.signature(Accelerator).parameters if f"{name}:" not in said] == []
 
 
-def test_freed_memory_leaves_plain_models() -> None:
+def test_freed_memory_leaves_plain_models_but_evaluation_goes_on_as_prepared() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(network())
+    reference = accelerator.prepare_model(torch.nn.Linear(3, 1), evaluation_mode=True)
     assert "forward" in vars(model)
+    before = reference(torch.full((1, 3), 0.1))
     assert accelerator.free_memory(model) == [None]
     assert "forward" not in vars(model)
     assert not accelerator.prepared.models
+    assert torch.equal(reference(torch.full((1, 3), 0.1)), before)
+    with torch.autocast("cpu", enabled=False):
+        assert not torch.equal(type(reference).forward(reference, torch.full((1, 3), 0.1)), before)
 
 
 def test_a_trigger_of_one_process_reaches_all_once() -> None:
