@@ -1,6 +1,6 @@
 """Everything that Paceline tells the user: notes and warnings, plus text helpers that error messages share.
 
-This file imports only the standard library, so using it costs nothing. With several processes, only rank 0 prints,
+This file imports only the standard library, so importing it is fast. With several processes, only rank 0 prints,
 unless a message is about a particular rank.
 """
 
@@ -25,7 +25,7 @@ _PACKAGE = __name__.partition(".")[0]
 _NOT_IN_PACKAGE = ("tests", "examples", "benchmarks", "docs")
 _PROGRAMS = os.path.dirname(sys.executable)
 
-#: Environment variable for processes that run the same command again: this process's id and its messages' checksums.
+#: Environment variable for processes that run the same command again: this process's ID and its messages' checksums.
 SAID = "PACELINE_SAID"
 #: Variables in which launchers store the rank. Strategies read these more carefully, then call set_rank.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -88,7 +88,7 @@ def info(text: str) -> None:
 
 
 def info_anywhere(text: str) -> None:
-    """Like :func:`info`, but not only on rank 0: for messages about the rank that calls it."""
+    """Like :func:`info`, but on any rank, for messages about the rank that calls it."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:
@@ -227,11 +227,11 @@ def ranks(numbers: Iterable[int]) -> str:
 
 def missing(who: str, package: str) -> str:
     """Return the error text for a package that ``who`` needs but that is not installed."""
-    return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"
+    return f"{who} needs the package {package!r}, which is not installed. Run: pip install {package}"
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package can be imported, without importing it. A plain folder of that name does not count."""
+    """Return True if a package can be imported, without importing it. A plain folder is not counted as a package."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 

@@ -1,4 +1,4 @@
-"""Import modules by their former names. This returns the module from its current location and prints a note."""
+"""Import modules by their former names. Such an import finds the module in its current location and prints a note."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         from . import messages
 
         inner = spec.name.partition(".")[2]
-        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_MOVED[inner]}: import it from there.")
+        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_MOVED[inner]}. Import it from there.")
         module = importlib.import_module(f"{_PACKAGE}.{_MOVED[inner]}")
         spec.loader_state = module.__spec__
         return module

@@ -1,9 +1,9 @@
 """All of torch's private names that Paceline uses. No other file uses private names of torch.
 
-All of these names exist in torch 2.11 to 2.13. A later version may remove any of them. If a name is missing, code that
-uses it raises AttributeError or ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses
-every entry, so it is the first test to fail after a torch upgrade. Entries used in every step are aliases or getters
-written in C, which do not cost a Python call.
+All of these names exist in torch 2.11 to 2.15. A later version may remove any of them, and :func:`untried` lists those
+that it did remove. If a name is missing, code that uses it raises AttributeError or ImportError, unless the entry says
+otherwise. ``tests/test_torch_private.py`` uses every entry, so it is the first test to fail after a torch upgrade.
+Entries used in every step are aliases or getters written in C, which do not cost a Python call.
 
 Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
 """
@@ -11,12 +11,14 @@ Importing this file imports only what ``import torch`` does. Functions import an
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,90 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.optim import Optimizer
 
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+#: The newest version of torch, major and minor, with which all tests were run.
+NEWEST_TRIED = (2, 15)
+
+#: All private names that this file uses, by the module or the object of torch that has them. Each name is a pattern.
+USED = {
+    "utils.data.dataloader": "_iterator _get_iterator _index_sampler _pin_memory _dataset_fetcher _workers "
+    "_persistent_workers _shutdown_workers",
+    "nn.modules.module": "_parameters _buffers _modules _non_persistent_buffers_set _apply _call_impl "
+    "_compiled_call_impl _metadata _load_from_state_dict _IncompatibleKeys",
+    "nn.modules.batchnorm": "_BatchNorm _check_non_zero_input_channels",
+    "nn.modules.conv": "_ConvNd",
+    "nn.modules.dropout": "_DropoutNd",
+    "Tensor": "_backward_hooks _version",
+    "UntypedStorage": "_cdata",
+    "_C._VariableFunctions": "_foreach_mul_ _foreach_norm",
+    "ops.aten": "_amp_foreach_non_finite_check_and_unscale_ _local_scalar_dense _unique2 _grouped_mm",
+    "_C": "_clear_DTensor_sharding_propagator_cache",
+    "overrides": "_get_current_function_mode",
+    "utils._pytree": "tree_flatten",
+    "utils._python_dispatch": "TorchDispatchMode",
+    "_subclasses.fake_tensor": "FakeTensorMode FakeTensor DataDependentOutputException",
+    "testing._internal.distributed.fake_pg": "FakeStore",
+    "distributed.distributed_c10d": "_get_default_store _get_backend _timeout",
+    "distributed.device_mesh": "_flatten",
+    "nn.parallel.distributed": "_set_ddp_runtime_logging_sample_rate _get_ddp_logging_data",
+    "distributed.tensor._api": "_local_tensor _spec _op_dispatcher",
+    "distributed.tensor._utils": "compute_local_shape_and_global_offset",
+    "distributed.tensor._redistribute": "logger",
+    "distributed._composable.contract": "__composable_api_state_key",
+    "distributed.fsdp._fully_shard._fully_shard": "_get_fsdp_state _is_fsdp_managed_module _fsdp_use_orig_params",
+    "distributed.fsdp._fully_shard._fsdp_state": "_state_ctx _root_post_backward_final_callback "
+    "_register_pre_backward_hook _fsdp_param_groups|_fsdp_param_group",
+    "distributed.fsdp._fully_shard._fsdp_param": "_unsharded_param",
+    "distributed.fsdp.wrap": "_module_classes _lambda_fn",
+    "_dynamo.eval_frame": "OptimizedModule _orig_mod _torchdynamo_orig_callable",
+    "_dynamo.callback": "callback_handler",
+    "_dynamo.config": "trace_autograd_ops allow_unspec_int_on_nn_module",
+    "_dynamo.decorators": "mark_static_address",
+    "_dynamo.exc": "FailOnRecompileLimitHit TorchDynamoException",
+    "_logging._internal": "log_state",
+    "optim.optimizer": "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
+    "optim.adam": "_init_group _step_supports_amp_scaling",
+    "optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched _schedulers _last_lr",
+    "amp.grad_scaler": "_scale _per_optimizer_states _unscale_grads_",
+    "serialization": "_get_layout",
+    "distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "utils.tensorboard.writer": "_get_file_writer",
+}
+
+
+def missing_names() -> list[str]:
+    """Return the names of :data:`USED` that the installed torch does not have. Reads files and imports nothing."""
+    return [f"torch.{owner}.{name}" for owner, names in USED.items() for name in names.split() if lacks(owner, name)]
+
+
+def lacks(owner: str, name: str) -> bool:
+    """Return True if a module's file does not mention a name, or an object does not have it, as in :data:`USED`."""
+    file = Path(torch.__path__[0], *owner.split(".")).with_suffix(".py")
+    if file.is_file():
+        return re.search(rf"\b({name})\b", file.read_text(encoding="utf-8")) is None
+    try:
+        return not hasattr(attrgetter(owner)(torch), name)
+    except AttributeError:
+        return True
+
+
+def untried() -> str | None:
+    """Return a warning if the installed torch is newer than :data:`NEWEST_TRIED`, with its missing private names."""
+    major, minor, *_ = torch.__version__.split(".")
+    if (int(major), int(minor)) <= NEWEST_TRIED:
+        return None
+    newest, missing = ".".join(map(str, NEWEST_TRIED)), missing_names()
+    if missing:
+        found = (
+            f"It does not have these private names, which Paceline uses: {', '.join(missing)}. Whatever needs them may "
+            f"fail or do less. Install torch {newest}, or a newer Paceline."
+        )
+    else:
+        found = f"It has every private name that Paceline uses. If a run fails inside of torch, install torch {newest}."
+    return f"Paceline was tested up to torch {newest}, and this is torch {torch.__version__}. {found}"
+
+
 # ---- data loading ----------------------------------------------------------------------------------------------------
 
 #: The iterator that a loader with persistent workers keeps for its next epoch; None if it has no such iterator.
@@ -40,7 +126,7 @@ running_iterator: Callable[[DataLoader[Any]], Any] = attrgetter("_iterator")
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Make a loader create a new iterator for its next epoch.
 
-    If torch removes this attribute, nothing happens, and a loader with persistent workers keeps its old iterator.
+    If torch removes ``_iterator``, nothing happens, and a loader with persistent workers keeps its old iterator.
     """
     loader._iterator = None
 
@@ -58,10 +144,10 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """Return the dataset's own iterator, which an iterator without workers reads; otherwise, ``iterator`` itself.
+    """Return the dataset's own iterator if a loader's ``iterator`` (without workers) reads one; else, ``iterator``.
 
-    If torch removes this attribute, returns ``iterator`` itself, and one more item than needed is requested at the end
-    of a dataset.
+    If torch removes ``_dataset_fetcher``, this returns ``iterator`` itself, and one more item than needed is requested
+    at the end of a dataset.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -69,8 +155,7 @@ def dataset_iterator(iterator: Any) -> Any:
 def workers_of(iterator: Any) -> list[Any]:
     """Return the worker processes of a loader's iterator.
 
-    If torch removes this attribute, the list is empty, and the error about a lost worker does not say which
-    worker it was.
+    If torch removes ``_workers``, the list is empty, and the error about a lost worker does not say which one it was.
     """
     return getattr(iterator, "_workers", [])
 
@@ -78,7 +163,7 @@ def workers_of(iterator: Any) -> list[Any]:
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
     """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent``.
 
-    If torch removes this method, nothing happens, and workers exit when their iterator is garbage-collected.
+    If torch removes ``_shutdown_workers``, nothing happens, and workers exit when their iterator is garbage-collected.
     """
     if persistent or not getattr(iterator, "_persistent_workers", False):
         getattr(iterator, "_shutdown_workers", bool)()
@@ -102,7 +187,7 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 def is_initialized(module: nn.Module) -> bool:
     """Return True if ``nn.Module.__init__`` has run.
 
-    If torch removes this attribute, always returns False, so every module is refused.
+    If torch removes ``_modules``, this always returns False, so every module is refused.
     """
     return "_modules" in vars(module)
 
@@ -110,7 +195,7 @@ def is_initialized(module: nn.Module) -> bool:
 def unscales_in_its_step(optimizer: Any) -> bool:
     """Return True if an optimizer removes the loss scale inside its step.
 
-    If torch removes this attribute, always returns False, so no optimizer is refused.
+    If torch removes ``_step_supports_amp_scaling``, this always returns False, so no optimizer is refused.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -136,7 +221,7 @@ def is_compiled(module: nn.Module) -> bool:
 def saved_versions(state: Any) -> Mapping[str, dict[str, Any]]:
     """Return the version of each module's layout in a ``state_dict``, by module name.
 
-    If torch removes this attribute, the mapping is empty, and each module reads its state as the oldest version.
+    If torch removes ``_metadata``, the mapping is empty, and each module reads its state as the oldest version.
     """
     return getattr(state, "_metadata", {})
 
@@ -180,7 +265,7 @@ Dropout = nn.modules.dropout._DropoutNd
 def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
     """Return attributes that make a batch norm of another class run as a ``SyncBatchNorm``, which needs a GPU.
 
-    If torch removes this attribute, raises AttributeError.
+    If torch removes ``_check_non_zero_input_channels``, this raises AttributeError.
     """
     kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
@@ -200,7 +285,7 @@ backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def change_count(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for inference tensors, for which torch does not count."""
+    """Return how often a tensor was changed in place; None for inference tensors, for which torch keeps no count."""
     try:
         return tensor._version
     except RuntimeError:
@@ -276,7 +361,7 @@ communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh remembers it."""
+    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh stores the result."""
     return mesh._flatten(name)
 
 
@@ -286,7 +371,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def is_in_parts(tensor: Any) -> bool:
     """Return True if a tensor is a DTensor, without importing anything.
 
-    If torch removes this attribute, always returns False.
+    If torch removes ``_local_tensor``, this always returns False.
     """
     return hasattr(tensor, "_local_tensor")
 
@@ -294,18 +379,18 @@ def is_in_parts(tensor: Any) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's shard of a DTensor, detached from autograd, or any other tensor unchanged.
 
-    If torch removes this attribute, returns the DTensor itself.
+    If torch removes ``_local_tensor``, this returns the DTensor itself.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local_part(like: Any, part: Tensor) -> Any:
-    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard. It does not require gradients."""
+    """Return a DTensor with the layout of ``like`` and the shard ``part``. It does not require gradients."""
     return type(like)(part, like._spec, requires_grad=False)
 
 
 def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Compute the shape of this process's shard of a DTensor and its offset in the full tensor, from the layout."""
+    """Compute, from a DTensor's layout, the shape of this process's shard and the shard's offset in the full tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -314,7 +399,8 @@ def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]
 def forget_layouts() -> None:
     """Clear torch's caches of DTensor operators' output layouts, because the caches refer to process groups.
 
-    If torch removes these caches, raises AttributeError. If it removes the C++ cache, only the others are cleared.
+    If torch removes the Python caches, this raises AttributeError. If it removes only the cache in C++, only the
+    Python caches are cleared.
     """
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
@@ -333,8 +419,14 @@ REDISTRIBUTES = "torch.distributed.tensor._redistribute"
 #: Returns FSDP's state for a module that it shards.
 fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
-#: Finishes a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`.
-finish_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
+
+def finish_backward(state: Any) -> None:
+    """Finish a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`."""
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 and newer
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
 
 #: Returns the method of an :data:`fsdp_state` that registers a tensor as the start of a backward pass. It is needed for
 #: tensors that torch does not find in the module's output.
@@ -354,12 +446,25 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
     return [one for group in groups if group is not None for one in group.fsdp_params]
 
 
-def whole_parameter(one: Any) -> nn.Parameter | None:
-    """Return the unsharded parameter for an entry of :func:`fsdp_parameters`; None before it is first gathered.
+def waiting_gradient(one: Any) -> Tensor | None:
+    """Return the unsharded gradient that waits to be reduced, for an entry of :func:`fsdp_parameters`.
 
-    If torch removes this attribute, returns None, and gradients that are still waiting to be reduced are not saved.
+    If torch removes these attributes, returns None, and gradients that are still waiting to be reduced are not saved.
     """
-    return getattr(one, "_unsharded_param", None)
+    accumulated = getattr(one, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        return accumulated
+    return getattr(getattr(one, "_unsharded_param", None), "grad", None)
+
+
+def set_waiting_gradient(one: Any, gradient: Tensor) -> None:
+    """Make a gradient wait to be reduced. The parameter must have been gathered before."""
+    parameter = one._unsharded_param
+    kept = parameter.grad_dtype or gradient.dtype
+    if gradient.dtype != kept and hasattr(one, "to_accumulated_grad_if_needed"):  # before torch 2.15
+        one.unsharded_accumulated_grad = gradient
+    else:
+        parameter.grad = gradient.to(kept)
 
 
 #: The attribute that marks a module in which FSDP has sharded parameters. If torch removes this attribute, a run in
@@ -373,7 +478,7 @@ FSDP_ATTRIBUTES = ("__composable_api_state_key", FSDP_MARK, "_fsdp_use_orig_para
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
     """Return the classes that a ``ModuleWrapPolicy`` wraps; None for any other policy.
 
-    If torch removes this attribute, returns None, and the policy is called like a function.
+    If torch removes ``_module_classes``, this returns None, and the policy is called like a function.
     """
     found = getattr(policy, "_module_classes", None)
     return None if found is None else tuple(found)
@@ -382,7 +487,7 @@ def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
 def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
     """Return the function of a ``CustomPolicy``; None for any other policy.
 
-    If torch removes this attribute, the same happens as in :func:`classes_of_policy`.
+    If torch removes ``_lambda_fn``, this returns None, and the policy is called like a function.
     """
     return getattr(policy, "_lambda_fn", None)
 
@@ -393,7 +498,7 @@ def function_of_policy(policy: Any) -> Callable[[nn.Module], Any] | None:
 def compiler_is_loaded() -> bool:
     """Return True if this process may have compiled anything. Imports nothing.
 
-    If torch removes this module, returns False.
+    If torch removes ``torch._dynamo``, this returns False.
     """
     return "torch._dynamo" in sys.modules
 
@@ -401,8 +506,8 @@ def compiler_is_loaded() -> bool:
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
     """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
 
-    If torch removes the class or its attribute, raises AttributeError. If torch moves the class to another module,
-    returns None for every object.
+    If torch removes ``OptimizedModule`` or its ``dynamo_ctx``, this raises AttributeError. If torch moves the class to
+    another module, this returns None for every object.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
@@ -431,7 +536,7 @@ def off_compiling(begin: Callable[..., None], end: Callable[..., None]) -> None:
 
 
 def recompilations() -> logging.Logger:
-    """Return the logger in which torch, from now on, explains why it recompiles a function.
+    """Make torch log why it recompiles a function, and return the logger that it uses.
 
     ``torch._logging.set_logs`` would work as well, but would overwrite the user's settings for torch's logs.
     """
@@ -462,10 +567,10 @@ def keep_address(tensor: Tensor) -> None:
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Make torch's compiler trace the code that collects an optimizer's gradients like any other code.
+    """Make torch.compile trace the code that reads an optimizer's gradients as it traces ordinary code.
 
-    By default, torch handles this code in a special way that needs gradients before the graph runs. If torch removes
-    this attribute, nothing happens, and the special handling stays.
+    By default, torch handles this code in a special way, which requires gradients to exist before the graph runs. If
+    torch removes ``_torchdynamo_orig_callable``, this function does nothing.
 
     Args:
         methods: the methods of the optimizer's class by name; changed in place.
@@ -490,16 +595,17 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def takes_step_hooks(optimizer: Optimizer) -> bool:
     """Return True if ``Optimizer.__init__`` has run, which is required to register hooks.
 
-    If torch removes this attribute, always returns False, and a step that the user takes by mistake is not detected.
+    If torch removes ``_optimizer_step_pre_hooks``, this always returns False, and a step that the user takes by
+    mistake is not detected.
     """
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def is_of_scheduler(step: Any) -> bool:
-    """Return True if a scheduler has set this ``step`` on its optimizer to count the calls.
+    """Return True if an optimizer's ``step`` is a scheduler's wrapper that counts the calls.
 
-    If torch removes this attribute, returns False, and the step of any optimizer with a scheduler seems to have been
-    replaced.
+    If torch removes ``_wrapped_by_lr_sched``, this returns False, and the step of any optimizer with a scheduler seems
+    to have been replaced.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
@@ -520,9 +626,9 @@ scaler_states: Callable[[Any], dict[int, dict[str, Any]]] = attrgetter("_per_opt
 
 
 def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]) -> None:
-    """Make a ``GradScaler`` unscale an optimizer's gradients with this function.
+    """Make a ``GradScaler`` unscale an optimizer's gradients with the function ``unscale``.
 
-    If torch removes this method, the function is not called, and torch unscales each shard separately.
+    If torch removes ``_unscale_grads_``, the function is not called, and torch unscales each shard separately.
     """
     scaler._unscale_grads_ = unscale
 
@@ -536,6 +642,10 @@ NAMES_IN_INDEX = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
 }
+
+#: How the full names begin of the functions and classes that rebuild tensors from a pickled file. If torch moves them,
+#: ``paceline checkpoint convert`` and the error about a file with objects list them among the file's code.
+REBUILD_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout")
 
 #: Returns the file writer of a TensorBoard ``SummaryWriter``, which is a new one if the previous one was closed.
 event_writer: Callable[[Any], Any] = methodcaller("_get_file_writer")

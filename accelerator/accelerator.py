@@ -1,4 +1,4 @@
-"""``Accelerator``, which runs a plain PyTorch loop on any device, or on many, with three changed lines."""
+"""``Accelerator``, which runs a plain PyTorch loop on one or many devices, with three changed lines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Accelerator(Facts):
         cpu: whether to use the CPU even if there are GPUs.
         dataloader_config: settings for preparing loaders.
         deepspeed_plugin: enables DeepSpeed and configures it.
-        deepspeed_plugins: a dict that contains that plugin.
+        deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
         rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
@@ -108,7 +108,8 @@ class Accelerator(Facts):
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
-            computed for a single process.
+            computed for a single process. With ``split_batches=True``, where an epoch has as many batches as on a
+            single process, and with ``step_scheduler_with_optimizer=False``, it is one step too.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
             keeps its accuracy; ``"keep"`` leaves them unchanged.
     """
@@ -199,7 +200,7 @@ class Accelerator(Facts):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which continues from this object's current state.
+        """Return the state for a copy of this object; the copy continues from there.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -247,7 +248,7 @@ class Accelerator(Facts):
 
         Args:
             *objects: the objects.
-            device_placement: one bool per object, which says whether to move the object to the device.
+            device_placement: for each object, whether to move it to the device.
 
         Returns:
             A tuple of the prepared objects in the order given, or the object itself if there is only one.
@@ -263,12 +264,12 @@ class Accelerator(Facts):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context manager that creates layers on the run's device and in its dtype.
 
-        Under a strategy that shards, ``load_checkpoint_in_model`` inside this context defers reading weights to
+        Under a sharding strategy, ``load_checkpoint_in_model`` inside this context defers reading weights to
         ``prepare``, where each process reads only its shard.
 
         Args:
-            empty_init: whether to skip weight initialization, for weights that will be loaded. If the strategy shards,
-                layers are then created without allocating memory.
+            empty_init: whether to skip weight initialization, because weights will be loaded. Under a sharding
+                strategy, layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -337,7 +338,7 @@ class Accelerator(Facts):
         are trained in turn, such as a GAN's, have separate windows.
 
         Args:
-            *models: prepared models that accumulate gradients; all of them by default.
+            *models: prepared models that accumulate gradients; by default, all prepared models.
         """
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
@@ -346,7 +347,7 @@ class Accelerator(Facts):
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
-        """Context manager that synchronizes the next backward pass even if its forward ran under ``no_sync``."""
+        """Context manager that synchronizes the next backward pass even if its forward pass ran under ``no_sync``."""
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -368,7 +369,7 @@ class Accelerator(Facts):
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide complete gradients by the fp16 loss scale, at most once. Clipping does this automatically.
+        """Divide the gradients of a complete window by the fp16 loss scale, once. Clipping does this automatically.
 
         Args:
             optimizer: one or more prepared optimizers; None means all.
@@ -376,7 +377,7 @@ class Accelerator(Facts):
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Context manager that computes in the chosen precision, as a prepared model's forward pass does.
+        """Context manager that runs operations in the chosen precision, as a prepared model's forward pass does.
 
         Args:
             autocast_handler: ``AutocastKwargs`` for this block, for example to turn off autocast.
@@ -392,10 +393,10 @@ class Accelerator(Facts):
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather a batch's results from all processes, so that each sample of the dataset occurs once.
+        """Gather a batch's results from all processes, so that the result contains each sample once.
 
-        Rows that repeat samples of other processes are removed from tensors that have one row per sample. Anything else
-        is returned unchanged.
+        Rows that repeat samples of other processes are removed from tensors that have one row per sample. All other
+        values are gathered in full.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
@@ -469,7 +470,7 @@ class Accelerator(Facts):
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Register objects with ``state_dict`` and ``load_state_dict``, to save and load them as part of the state."""
+        """Include objects that have ``state_dict`` and ``load_state_dict`` methods in the saved state."""
         self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
@@ -532,7 +533,7 @@ class Accelerator(Facts):
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
-        """Context manager for a training loop that reports what is slow, why, and what to change.
+        """Context manager that reports what is slow in a training loop, why, and what to change.
 
         Args:
             dirpath: folder for ``doctor.html`` and ``doctor.json``; None means ``project_dir``, or else the working

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """The interface of the current loader (a :class:`.loaders.PreparedLoader`) for windows, gathering and errors."""
+    """The attributes of the current :class:`.loaders.PreparedLoader` that windows, gathering and errors read."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -46,14 +46,14 @@ class GradientState:
     Attributes:
         sync_gradients: whether this micro-batch completes the window, so that optimizers step.
         active_dataloader: the loader of the current batch; None if no loader is being read.
-        window: the innermost open ``accumulate`` window, or the last one.
-        speaker: the window that last set which backward passes synchronize gradients; None if something else set it.
+        window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
+        speaker: the window that last turned gradient synchronization on or off; None if something else did.
         on_pass: function to call with a loader when a pass over it begins.
         explain: function that returns an error saying what to do about a given error, or None.
         depth: number of open ``accumulate`` blocks.
         by_hand: whether the loop itself decides after which micro-batches to step, and weights its losses.
         dataloader_references: loaders that are being read, innermost last.
-        trains: whether an optimizer was prepared.
+        trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
@@ -130,13 +130,14 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin``, by name."""
-        return {
-            "num_steps": self.num_steps,
-            "adjust_scheduler": self.adjust_scheduler,
-            "sync_with_dataloader": self.sync_with_dataloader,
-            "sync_each_batch": self.sync_each_batch,
+        """The fields of the ``GradientAccumulationPlugin`` that differ from their defaults, by name."""
+        fields = {
+            "num_steps": (self.num_steps, None),
+            "adjust_scheduler": (self.adjust_scheduler, True),
+            "sync_with_dataloader": (self.sync_with_dataloader, True),
+            "sync_each_batch": (self.sync_each_batch, False),
         }
+        return {name: value for name, (value, default) in fields.items() if value != default}
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
@@ -176,14 +177,14 @@ class Window:
     """The micro-batches over which a group of models accumulates gradients; enter it for each micro-batch.
 
     An Accelerator starts with a window for loops that do not call ``accumulate``. In this window, every backward pass
-    counts, and losses are weighted only by ``num_items``.
+    counts as a micro-batch, and losses are weighted only by ``num_items``.
 
     Args:
-        strategies: strategies of the models whose gradients are not synchronized until the window is complete; None
-            for the window of a loop that does not call ``accumulate``.
+        strategies: strategies of the models whose gradients are synchronized once the window is complete; None for a
+            loop that does not call ``accumulate``.
 
     Attributes:
-        count: number of micro-batches in the window with a backward pass, including the current one.
+        count: number of micro-batches so far that had a backward pass, including the current one.
         counted: whether the current micro-batch had a backward pass.
         complete: whether the current micro-batch is the last one in the window.
         free: whether the window is for a loop that does not call ``accumulate``.
@@ -224,7 +225,7 @@ class Window:
         state.depth += 1
         state.window = self
         left_out = self.count > 0 and not (self.counted or self.stepped)
-        if self.complete and not left_out:  # if the last micro-batch was skipped, its gradients wait for the next one
+        if self.complete and not left_out:  # if a window's last micro-batch was skipped, the window continues
             self.begin()
         self.counted = False
         ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
@@ -263,9 +264,7 @@ class Window:
         self.stepped.clear()
 
     def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
-        """Count a backward pass and return its weighted loss, shape ().
-
-        Several backward passes of one micro-batch count as one.
+        """Count the micro-batch (once, even if it has several backward passes); return the weighted loss, shape ().
 
         Args:
             loss: scalar, shape ().
@@ -396,7 +395,7 @@ class Window:
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`. If its count is not 0, restore the gradients first."""
+        """Restore a state from :meth:`state_dict`. If the state's count is not 0, restore the gradients first."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None

@@ -1,4 +1,4 @@
-"""Loaders that only process 0 reads, sending batches to the other processes."""
+"""Loaders that only process 0 reads; it sends batches to the other processes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .. import messages
 
 #: Values of ``mixed_precision``, ``dynamo_backend`` and ``log_with``.
-MixedName = Literal["no", "fp16", "bf16"]
+MixedName = Literal["no", "fp16", "bf16", "fp8"]
 BackendName = Literal[
     "no",
     "eager",
@@ -28,7 +28,19 @@ BackendName = Literal[
     "hpu_backend",
     "neuron",
 ]
-TrackerName = Literal["all", "csv", "tensorboard", "wandb"]
+TrackerName = Literal[
+    "all",
+    "csv",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "trackio",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "aim",
+]
 
 
 class Word(str, Enum):
@@ -96,7 +108,6 @@ class LoggerType(Word):
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    # Available only with a tracker class written by the user.
     AIM, TRACKIO, COMETML, MLFLOW = "aim", "trackio", "comet_ml", "mlflow"
     CLEARML, DVCLIVE, SWANLAB = "clearml", "dvclive", "swanlab"
 

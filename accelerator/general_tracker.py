@@ -1,4 +1,4 @@
-"""Trackers: the base class for your own, and Paceline's loggers as trackers."""
+"""The base class for trackers, and a tracker that wraps one of Paceline's loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..loggers.base import Logger
 from ..loggers.values import present
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Names of trackers, by the class of the logger behind them.
+#: Names of trackers, keyed by the class name of the logger that they wrap.
 NAMES = {
     "AimLogger": "aim",
     "CSVLogger": "csv",
@@ -102,7 +102,7 @@ class GeneralTracker:
     def _has_no(self, method: str) -> None:
         raise NotImplementedError(
             f"The tracker {self.name!r} ({type(self).__name__}) has no {method}. Define it in the class, or use the "
-            f"object behind it: accelerator.get_tracker({self.name!r}, unwrap=True)."
+            f"object that it wraps: accelerator.get_tracker({self.name!r}, unwrap=True)."
         )
 
 
@@ -124,14 +124,19 @@ class LoggerTracker(GeneralTracker):
 
     name = "logger"
     requires_logging_directory = False
-    #: The package that it needs.
+    #: The package that the logger needs.
     package: ClassVar[str | None] = None
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return True if everything that the tracker needs with its default arguments is installed."""
+        return cls.package is None or messages.is_installed(cls.package)
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._config: dict[str, Any] = {}
         self._settled = True
-        #: Whether this process has recorded something, so it cannot continue another run.
+        #: Whether this process has recorded something, so that it can no longer continue another run.
         self.is_used = False
         if type(self) is LoggerTracker:
             kind = type(logger).__name__

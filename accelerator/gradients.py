@@ -114,7 +114,7 @@ class Gradients:
                 self.state.window.settle(one)
 
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """Finalize the gradients of parameters; return the current parameters and the strategy that clips them."""
+        """Finalize the gradients of parameters; return the model's current parameters and the strategy to clip with."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}
@@ -137,10 +137,10 @@ class Gradients:
         return self.strategy.precision.scaler is not None
 
     def _check_optimizers(self) -> None:
-        """Raise a RuntimeError if an optimizer that was not prepared would step with incomplete gradients.
+        """Raise a RuntimeError if an optimizer that was not prepared would step before the gradients are final.
 
-        The check matters if gradients are accumulated, scaled, weighted by items or sharded. The search runs only for
-        models without a prepared optimizer, so it costs a correct script nothing.
+        This can happen if gradients are accumulated, scaled, weighted by items or sharded. All live objects are
+        searched only if a model has no prepared optimizer, so a correct script does not pay for the search.
         """
         state, optimizers = self.state, self.prepared.optimizers
         unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled
@@ -161,7 +161,7 @@ class Gradients:
                     raise RuntimeError(self._forgotten(found, owner))
 
     def _why(self) -> str:
-        """Return the reason why an optimizer must not step before gradients are complete."""
+        """Return the part of an error message that explains the effect of not preparing an optimizer."""
         if self._is_scaled:
             return "so it would step with gradients that still contain fp16's loss scale"
         if self.state.num_steps > 1:

@@ -6,17 +6,21 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from .. import messages
 from ..strategies.base import Strategy
-from ..strategies.precision import MixedPrecision
+from ..strategies.precision import Float8Precision, MixedPrecision
 from .enums import DDPCommunicationHookType
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
 
 
 @dataclass
@@ -47,7 +51,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """Return a context manager for the strategy's precision, with this handler's arguments."""
+        """Return a context manager that computes in the strategy's precision, with this handler's arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -262,15 +266,41 @@ def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> 
     profiler.on_trace_ready = write
 
 
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Arguments for ``mixed_precision="fp8"``: 8-bit matrix products through torchao.
+
+    Args:
+        config: a ``torchao.float8.Float8LinearConfig``; None scales whole tensors.
+        module_filter_func: returns True for a linear layer to convert, given the layer and its name; None converts
+            every layer whose sizes are multiples of 16, except the model's first and last linear layers.
+        pad_inner_dim: pad tensors whose sizes the GPU cannot multiply in 8 bits. Only without ``config``.
+        enable_fsdp_float8_all_gather: let FSDP gather the converted weights in 8 bits. Only without ``config``.
+    """
+
+    config: Float8LinearConfig | None = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def precision(self, kind: str) -> Float8Precision:
+        """Return the precision for a kind of device."""
+        found = Float8Precision(config=self.config, filter=self.module_filter_func, device=kind)
+        details = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        given = {name: getattr(self, name) for name in details if getattr(self, name) is not None}
+        if given and self.config is not None:
+            raise ValueError(
+                f"AORecipeKwargs got config and {messages.names(given, 'and')}. Set these arguments in the config only."
+            )
+        found.config = replace(found.config, **given)
+        return found
+
+
 class _EightBits(KwargsHandler):
-    """A handler that can be created with any arguments, but that the Accelerator rejects."""
+    """A handler that accepts any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
-
-
-class AORecipeKwargs(_EightBits):
-    """Arguments for 8-bit training with torchao, which is not supported."""
 
 
 class TERecipeKwargs(_EightBits):
@@ -285,15 +315,13 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Arguments for 8-bit training with TransformerEngine or MS-AMP, which is not supported."""
 
 
-NO_EIGHT_BITS = "Paceline has no 8-bit training. Use mixed_precision='bf16' without an fp8 recipe."
-
-
 @dataclass(frozen=True)
 class Handlers:
-    """An Accelerator's handlers by kind; a field is None if there is no such handler."""
+    """An Accelerator's handlers by kind; a field is None if no handler of that kind was given."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
+    float8: AORecipeKwargs | None = None
     grad_scaler: GradScalerKwargs | None = None
     process_group: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
@@ -305,6 +333,7 @@ _KINDS: dict[str, type[KwargsHandler]] = {
     "grad_scaler": GradScalerKwargs,
     "process_group": InitProcessGroupKwargs,
     "profile": ProfileKwargs,
+    "float8": AORecipeKwargs,
 }
 
 
@@ -321,7 +350,10 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
         )
     for handler in kwargs_handlers or ():
         if isinstance(handler, _EightBits):
-            raise NotImplementedError(f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): {NO_EIGHT_BITS}")
+            raise NotImplementedError(
+                f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): Paceline trains in 8 bits only with "
+                "torchao. Pass AORecipeKwargs(), or leave the recipe out."
+            )
         kind = next((name for name, one in _KINDS.items() if isinstance(handler, one)), None)
         if kind is None:
             raise TypeError(_no_handler(handler))

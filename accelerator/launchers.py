@@ -16,7 +16,6 @@ from ..processes import launch
 from ..processes.devices import find_kind
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
-from .kwargs_handlers import NO_EIGHT_BITS
 from .process_state import FORKED, forgotten, is_initialized
 
 
@@ -31,8 +30,8 @@ def notebook_launcher(
     """Call ``function(*args)`` in several processes from a notebook cell and return rank 0's result.
 
     The processes are copies of this one, so the function may be defined in a cell and use variables from other cells.
-    It must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With a single
-    process, the function runs in the current process. After an error, the launcher can be called again.
+    The function must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With
+    a single process, the function runs in the current process. After an error, the launcher can be called again.
 
     Args:
         function: the function to call in each process.
@@ -79,8 +78,8 @@ def _start(
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            "This process is already in a process group, so it cannot start another one. Restart the notebook, or call "
-            "PartialState().destroy_process_group() first."
+            "This process is already in a process group, so it cannot launch other processes. Restart the notebook, or "
+            "call PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with environment(variables), forgotten():  # the new processes have different ranks
@@ -102,12 +101,7 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _precision(asked: str | None) -> str | None:
-    if asked is None:
-        return None
-    word = PrecisionType(asked)
-    if word is PrecisionType.FP8:
-        raise NotImplementedError(f"notebook_launcher(mixed_precision='fp8'): {NO_EIGHT_BITS}")
-    return word.value
+    return None if asked is None else PrecisionType(asked).value
 
 
 def _refuse_used(kind: str, count: int) -> None:

@@ -1,6 +1,6 @@
-"""Loader positions: the current pass, and the first pass after a position is loaded.
+"""Loader positions: the current pass over the data, and the first pass after a position is loaded.
 
-A script may skip to the loaded position itself. Unless ``Loaded.by_script`` says so, this causes a warning.
+A script that skips to the loaded position itself causes a warning unless ``Loaded.by_script`` is set.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
-        epoch: number of the pass, 0-based.
+        epoch: index of the pass, 0-based.
         done: number of batches yielded, including skipped ones.
         batches: source of the batches.
-        length: number of batches; -1 if only ``batches`` knows, after each batch, whether it is the last.
+        length: number of batches; -1 if unknown until ``batches`` reports that it is exhausted.
         random: states of the host's random generators at the start of the pass.
     """
 
@@ -54,9 +54,9 @@ class Loaded:
 
     Attributes:
         by_script: whether the script skips to the position itself, so that the next pass starts from the beginning.
-        window_start: the batch after which the saved accumulation window began; None if there was none.
+        window_start: the batch after which the saved accumulation window began; None if no window was saved.
         arrive: function to call when the script has skipped to the position.
-        leave: function to call when the next pass begins before the position; discards the saved window.
+        leave: function to call when the next pass starts before the position; discards the saved window.
     """
 
     __slots__ = ("arrive", "by_script", "leave", "position", "window_start")
@@ -70,7 +70,7 @@ class Loaded:
 
     @property
     def next_epoch(self) -> int:
-        """Number of the next pass: the saved pass, or the one after it if nothing is left."""
+        """Index of the next pass: the saved pass, or the one after it if the saved pass has no batches left."""
         return self.position["epoch"] + self.position["last"]
 
 
@@ -91,7 +91,7 @@ class FirstUse:
 
 
 class LeftOut(FirstUse):
-    """Detects batches that are lost because the loop also skips after ``load_state`` has moved the loader.
+    """Detects batches that are lost because the loop skips batches after ``load_state`` has moved the loader.
 
     A batch counts as dropped if nothing references it when the loop first trains. A loop that reads several batches
     ahead still references them.
@@ -156,7 +156,7 @@ class Place:
     """The position of a loader, shared with the loaders that ``skip_first_batches`` creates from it.
 
     Attributes:
-        epoch: number of the next pass.
+        epoch: index of the next pass.
         current: the current pass, or None.
         resume: position where the next pass resumes; None means the beginning.
         left_out: detects batches that the loop drops in a resumed pass.
@@ -192,7 +192,7 @@ def _reference(batch: Any) -> Callable[[], Any]:
 
 
 def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """Return the first pass after a position was loaded."""
+    """Return the batches of the first pass after a position was loaded."""
     if loaded.by_script:
         return _led_by_script(loader, loaded)
     position, skip = loaded.position, loader._skip
@@ -232,7 +232,7 @@ def _tell_other_number(loaded: Loaded, skip: int) -> None:
 
 
 def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
-    """Return the first pass for a script that skips to the position itself."""
+    """Return the first pass after a position was loaded, for a script that skips to the position itself."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()
@@ -271,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the pass after a finished saved pass. If the loop drops all its batches, it was skipping the saved pass."""
+    """Run the pass after a completed saved pass; if the loop trains on none of it, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

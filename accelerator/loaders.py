@@ -65,16 +65,16 @@ class DataLoaderConfiguration:
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader that yields this process's batches on its device.
 
-    All other attributes are read from and set on the user's loader, ``base``.
+    Attributes that this class does not define are read from and set on the user's loader, ``base``.
 
     Args:
         gradient_state: the state that records which loader is being read.
-        seed: determines the order together with the epoch; if None, the loader chooses the order.
+        seed: determines the sample order together with the epoch; if None, the user's loader chooses the order.
         device_placement: whether to move batches to the device.
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
-        derived: describes what :meth:`load_state_dict` derived instead of restored, for messages.
+        derived: describes, for messages, what :meth:`load_state_dict` had to compute instead of restoring.
     """
 
     _is_accelerate_prepared = True
@@ -263,21 +263,21 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _settle_order(self, epoch: int) -> int | None:
-        """Settle the order of a pass before it begins; returns the seed of its workers, None for torch's."""
+        """Fix the sample order of a pass before it begins; return the seed for its workers, or None to use torch's."""
         if self.seed is None:
             return None
         seed_shuffling(self._order, self.seed, epoch)
         return mixed(self.seed, epoch, self.strategy.data_rank)
 
     def _looks_ahead(self) -> bool:
-        """Return True to fetch one batch ahead, to overlap copies to a GPU or because the length may be inexact."""
+        """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
         if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
 
     def _keeps_step(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks before each batch that all processes have one; None if lengths are known."""
+        """Return a function that checks before each batch that all processes have one; None if no check is needed."""
         strategy, source = self.strategy, self._source
         if (
             strategy.world_size == 1
@@ -302,12 +302,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batch_rows(self) -> int:
-        """Number of samples in the last batch; 0 outside a pass."""
+        """Number of samples in the most recent batch; 0 outside a pass."""
         return rows_of(self._batch)
 
     @property
     def rows(self) -> int:
-        """Number of samples in the last batch, not counting samples repeated from another process."""
+        """Number of samples in the most recent batch, not counting samples repeated from another process."""
         rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
         if not rows or repeats(self._source, self.batches_done - 1, last):
             return 0
@@ -326,7 +326,7 @@ class PreparedLoader(DataLoader[Any]):
         return 1.0 if self._is_cut() else last_share(self._source)
 
     def _is_cut(self) -> bool:
-        """Whether passes stop early because another process has fewer batches."""
+        """Return True if passes stop early because another process has fewer batches."""
         return self._limit != INF and len(self._source) > self._limit
 
     @property
@@ -349,17 +349,17 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of the current pass, or of the next one if no pass is running."""
+        """Index of the current pass over the data, or of the next one between passes."""
         current = self._place.current
         return self._place.epoch if current is None else current.epoch
 
     @property
     def loaded(self) -> Loaded | None:
-        """The position that was loaded, until the next pass begins; None if there is none."""
+        """The loaded position; None if no position was loaded, or once the next pass has begun."""
         return self._place.resume
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass."""
+        """Set the index of the next pass over the data."""
         place, loaded = self._place, self._place.resume
         if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
             if not loaded.by_script:

@@ -74,7 +74,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an update; call this after ``optimizer.step()``. Calls within an incomplete window do not count."""
+        """Count an update; call this after ``optimizer.step()``. Calls within an incomplete window are ignored."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Paceline's loggers as trackers by name, with the arguments of Accelerate."""
+"""Trackers that ``log_with`` selects by name. They wrap Paceline's loggers and take Accelerate's arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..loggers.clearml import ClearMLLogger
 from ..loggers.comet import CometLogger
 from ..loggers.csv import CSVLogger
 from ..loggers.dvclive import DVCLiveLogger
-from ..loggers.mlflow import MLFlowLogger
+from ..loggers.mlflow import DATABASE, MLFlowLogger, missing_for
 from ..loggers.swanlab import SwanLabLogger
 from ..loggers.tensorboard import TensorBoardLogger
 from ..loggers.trackio import TrackioLogger
@@ -48,7 +48,7 @@ class TensorBoardTracker(LoggerTracker):
 
 
 class OpenedTracker(LoggerTracker):
-    """A tracker whose run exists after ``init_trackers``, so that the package's own functions can be used."""
+    """A tracker whose run is opened by ``init_trackers``, so that the package's own functions can be used."""
 
     @on_main_process
     def start(self) -> None:
@@ -68,7 +68,7 @@ class OpenedTracker(LoggerTracker):
 
 
 class WandBTracker(OpenedTracker):
-    """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; the project's name is wandb's project.
+    """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; ``project_name`` names the wandb project.
 
     The run is also available as ``wandb.run``.
     """
@@ -90,23 +90,27 @@ class WandBTracker(OpenedTracker):
 
 
 class MLflowTracker(OpenedTracker):
-    """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; the project's name is MLflow's experiment.
+    """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; ``project_name`` names the MLflow experiment.
 
-    The run is also MLflow's active run, so that its own functions, such as ``mlflow.log_text``, add to it.
+    The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, add to it.
 
     Args:
         experiment_name: the experiment; ``MLFLOW_EXPERIMENT_NAME`` has priority.
         logging_dir: where a new experiment stores its artifacts.
-        run_id: the id of a run to continue; ``MLFLOW_RUN_ID`` has priority.
+        run_id: the ID of a run to continue; ``MLFLOW_RUN_ID`` has priority.
         tags: tags of the run, as a dict or as JSON; ``MLFLOW_TAGS`` has priority.
-        nested_run: make the run a child of MLflow's active run; ``MLFLOW_NESTED_RUN`` has priority.
+        nested_run: whether the run is a child of MLflow's active run; ``MLFLOW_NESTED_RUN`` has priority.
         run_name: display name of the run.
         description: a text that is shown with the run.
-        **kwargs: of :class:`~paceline.loggers.MLFlowLogger`.
+        **kwargs: other arguments of :class:`~paceline.loggers.MLFlowLogger`.
     """
 
     name = "mlflow"
     package = "mlflow"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return super().is_available() and missing_for(os.environ.get("MLFLOW_TRACKING_URI", DATABASE)) is None
 
     def __init__(
         self,
@@ -189,7 +193,7 @@ class MLflowTracker(OpenedTracker):
 
 
 class CometMLTracker(OpenedTracker):
-    """``"comet_ml"``: :class:`~paceline.loggers.CometLogger`; the project's name is Comet's project."""
+    """``"comet_ml"``: :class:`~paceline.loggers.CometLogger`; ``project_name`` names the Comet project."""
 
     name = "comet_ml"
     package = "comet_ml"
@@ -205,7 +209,7 @@ class CometMLTracker(OpenedTracker):
 
 
 class TrackioTracker(OpenedTracker):
-    """``"trackio"``: :class:`~paceline.loggers.TrackioLogger`; the project's name is Trackio's project."""
+    """``"trackio"``: :class:`~paceline.loggers.TrackioLogger`; ``project_name`` names the Trackio project."""
 
     name = "trackio"
     package = "trackio"
@@ -220,9 +224,9 @@ class TrackioTracker(OpenedTracker):
 
 
 class ClearMLTracker(OpenedTracker):
-    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; the project's name is the project's and the task's.
+    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; ``project_name`` names both the project and the task.
 
-    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` have priority.
+    The environment variables ``CLEARML_PROJECT`` and ``CLEARML_TASK`` have priority.
     """
 
     name = "clearml"
@@ -237,14 +241,14 @@ class ClearMLTracker(OpenedTracker):
 
 
 class DVCLiveTracker(LoggerTracker):
-    """``"dvclive"``: :class:`~paceline.loggers.DVCLiveLogger`; the project's name is not used.
+    """``"dvclive"``: :class:`~paceline.loggers.DVCLiveLogger`; ``project_name`` is not used.
 
-    The folder is first touched by the first value, because a new run deletes what an earlier one wrote there.
+    Nothing in the folder changes before the first value is logged, because a new run deletes an earlier run's files.
 
     Args:
-        run_name: the project's name.
+        run_name: accepted and ignored.
         live: an existing ``dvclive.Live`` to use.
-        **kwargs: of ``dvclive.Live``.
+        **kwargs: other arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
@@ -255,12 +259,12 @@ class DVCLiveTracker(LoggerTracker):
 
     @property
     def live(self) -> Any:
-        """The ``dvclive.Live``."""
+        """The ``dvclive.Live`` object."""
         return self.tracker
 
 
 class SwanLabTracker(OpenedTracker):
-    """``"swanlab"``: :class:`~paceline.loggers.SwanLabLogger`; the project's name is SwanLab's project."""
+    """``"swanlab"``: :class:`~paceline.loggers.SwanLabLogger`; ``project_name`` names the SwanLab project."""
 
     name = "swanlab"
     package = "swanlab"
@@ -275,7 +279,7 @@ class SwanLabTracker(OpenedTracker):
 
 
 class AimTracker(OpenedTracker):
-    """``"aim"``: :class:`~paceline.loggers.AimLogger` in the repository ``logging_dir``; the name is the run's."""
+    """``"aim"``: :class:`~paceline.loggers.AimLogger` in the repo ``logging_dir``; ``project_name`` names the run."""
 
     name = "aim"
     requires_logging_directory = True

@@ -57,14 +57,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the current version of a parameter that the module has, or had before setup; None for any other."""
+        """Return the current version of a parameter that the module has now or had before setup, or None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give an optimizer the module's current parameters; return True if the optimizer has any of them."""
+        """Update an optimizer's references to the module's parameters; return True if it has any."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -101,7 +101,7 @@ class PreparedModel:
     def route_method(self, name: str, explain: Explain) -> Callable[..., Any]:
         """Return a method of the module that runs through the wrapper and precision, as its forward does.
 
-        The gradients of a loss computed in ``module.training_step`` are then averaged across processes.
+        For example, the gradients of a loss computed in ``module.training_step`` are averaged across processes.
         """
         method = getattr(self.module, name)
         if not is_prepared(self.module):
@@ -200,7 +200,7 @@ class Routed:
 
 
 class AnyMethod:
-    """The forward of a prepared module, inside its wrappers, which can run another method of the module instead.
+    """The innermost forward of a prepared module, which can run another of the module's methods instead.
 
     Attributes:
         forward: the module's own forward, compiled if the Accelerator compiles models.
@@ -215,7 +215,7 @@ class AnyMethod:
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method as the module's forward."""
-        if not is_prepared(self.module):  # inside another such method
+        if not is_prepared(self.module):  # called by another routed method
             return method(*args, **kwargs)
         self.method = method
         try:
@@ -250,7 +250,7 @@ def _is_class_forward(forward: Any) -> bool:
 
 
 def is_prepared(module: Any) -> bool:
-    """Return True if a module is prepared."""
+    """Return True if a module has been prepared."""
     return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
 
 

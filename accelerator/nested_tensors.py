@@ -134,6 +134,8 @@ def slice_tensors(
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate the corresponding tensors of structures that have the same layout."""
     first = data[0]
+    if len(data) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, (tuple, list)):

@@ -23,7 +23,11 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
-    """Raised if processes pass different inputs to an operation."""
+    """Raised if the inputs that processes pass to an operation do not match."""
+
+
+class CannotPadNestedTensorWarning(messages.PacelineWarning):
+    """Warning about a nested tensor, which cannot be padded."""
 
 
 def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
@@ -77,8 +81,8 @@ def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
 def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
     """Like :func:`gather`, but drops repeated samples, so that a pass yields every sample once and in order.
 
-    Rows are removed from tensors (and lists of objects) that have one row per sample. Anything else is returned
-    unchanged, with a warning if the pass ended with repeated samples.
+    Rows are removed from tensors (and lists of objects) that have one row per sample. All other values are gathered
+    in full, with a warning if the pass ended with repeated samples.
     """
     if strategy.world_size == 1:
         return data
@@ -113,14 +117,14 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
         messages.warn_once(
             f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
             "and at the end of this loader some processes repeat samples of other processes. Repeated samples are "
-            "removed only from values with one row per sample, so they count twice in this value. Gather one value "
+            "removed only from values with one row per sample; in other values, they count twice. Gather one value "
             "per sample and reduce the result."
         )
     return data
 
 
 def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Join the lists of all processes in rank order; if they are not all lists, return a list of the objects."""
+    """Join all processes' lists in rank order; if any object is not a list, return a list of the objects."""
     found = strategy.gather_objects(data, group)
     if all(isinstance(entry, (list, tuple)) for entry in found):
         return list(chain.from_iterable(found))
@@ -142,7 +146,7 @@ def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: 
 
 
 def broadcast(data: Any, strategy: Strategy, from_process: int = 0) -> Any:
-    """Broadcast one process's tensors to all processes; shapes and dtypes must be the same everywhere."""
+    """Broadcast one process's tensors to all processes; shapes and dtypes must be the same on all of them."""
     _refuse_others("broadcast", data)
     _require_alike("broadcast", data, strategy)
     return recursively_apply(lambda tensor: strategy.broadcast_tensor(tensor, from_process), data)
@@ -157,12 +161,19 @@ def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_proce
 def pad_across_processes(
     data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
 ) -> Any:
-    """Pad every tensor along ``dim`` to its largest size on any process.
+    """Pad every tensor along ``dim`` to its largest size on any process. Nested tensors are returned unchanged.
 
     Raises:
         DistributedOperationException: the number of tensors or dimensions differs; raised on every process.
     """
-    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
+    tensors = leaves(data)
+    if any(tensor.is_nested for tensor in tensors):
+        messages.warn(
+            "pad_across_processes cannot pad a nested tensor, so it is returned unchanged. Pass "
+            "tensor.to_padded_tensor(0) to pad it.",
+            CannotPadNestedTensorWarning,
+        )
+    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in tensors]
     found = strategy.unlike(sizes)
     if not found:
         return data
@@ -189,7 +200,7 @@ def pad_across_processes(
 
 
 def _has(tensor: Tensor, dim: int) -> bool:
-    return -tensor.dim() <= dim < tensor.dim()
+    return not tensor.is_nested and -tensor.dim() <= dim < tensor.dim()
 
 
 def _padded(tensor: Tensor, dim: int, size: int, value: Any = 0, first: bool = False) -> Tensor:
@@ -232,7 +243,7 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
 
 
 def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
-    """Return this process's part of ``inputs``: contiguous parts, equal in size or larger by 1 on the first ranks.
+    """Return this process's contiguous part of ``inputs``. The parts of the first ranks may be larger by 1.
 
     Raises:
         TypeError: the inputs cannot be split.

@@ -32,11 +32,12 @@ class AcceleratedOptimizer(Optimizer):
         clip_norm: gradient norm to clip to at each step; None means no clipping.
 
     Attributes:
-        placement: the first of these models, or None.
+        placement: the first of ``placements``, or None.
         strategies: IDs of the models' strategies.
-        scales: whether the gradients contain the fp16 loss scale.
+        scales: whether the gradients are multiplied by the fp16 loss scale.
     """
 
+    _is_accelerate_prepared = True
     #: Returns an error that says what to do about a given error; None if there is nothing to add.
     explain: Callable[[BaseException], BaseException | None] = staticmethod(lambda error: None)
 
@@ -72,7 +73,7 @@ class AcceleratedOptimizer(Optimizer):
         """Step if the accumulation window is complete; otherwise do nothing.
 
         Args:
-            closure: function that computes the loss and calls ``accelerator.backward``, for optimizers that need one.
+            closure: for optimizers that need it, a function that computes the loss and calls ``accelerator.backward``.
         """
         state = self._state_of_gradients
         window = state.window

@@ -60,9 +60,9 @@ class _Enabled(property):
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the dimensions of parallelism, whose product is the number of processes.
+    """Sizes of the dimensions of parallelism. Their product is the number of processes.
 
-    A size of None is taken from the settings (``parallelism_config_...``), or else is 1.
+    A size of None is taken from the settings (``parallelism_config_...``); if they do not set it either, it is 1.
 
     Args:
         dp_replicate_size: number of copies of the (sharded) model.
@@ -181,7 +181,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if dims:
-                flatten_mesh(mesh[tuple(dims)], name)
+                flatten_mesh(mesh[dims], name)  # type: ignore[index]
         self.device_mesh = mesh
         return mesh
 

@@ -91,7 +91,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
     def writes(self, strategy: Strategy) -> bool:
-        """Return True if this process writes files: rank 0, or local rank 0 on each node if ``save_on_each_node``."""
+        """Return True if this process writes files: rank 0, or local rank 0 of each node with ``save_on_each_node``."""
         return strategy.is_global_zero or (self.save_on_each_node and strategy.local_rank == 0)
 
 
@@ -159,8 +159,8 @@ class TorchDynamoPlugin(KwargsHandler):
             known = [word for word in DynamoBackend.list() if word.lower() in present]
             raise ValueError(
                 f"TorchDynamoPlugin: backend={str(self.backend)!r} is not available in torch {torch.__version__} on "
-                f"this machine. It has {messages.names(known, 'and')}. Install the package that provides the backend, "
-                "or choose another backend."
+                f"this machine. The available backends are {messages.names(known, 'and')}. Install the package that "
+                "provides the backend, or choose another one."
             )
         watch_compiling()
         return partial(torch.compile, **arguments)

@@ -57,6 +57,7 @@ class Prepared:
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
+        optimizer_kind: class of the prepared optimizers.
         errors: explains errors in the models and optimizers.
     """
 
@@ -76,6 +77,7 @@ class Prepared:
     loaders: list[PreparedLoader] = field(default_factory=list)
     seed: int | None = None
     loader_kind: Callable[..., PreparedLoader] = PreparedLoader
+    optimizer_kind: type[AcceleratedOptimizer] = AcceleratedOptimizer
 
     def __post_init__(self) -> None:
         self._connect()
@@ -128,7 +130,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """Return a prepared model with its strategy."""
+        """Return the :class:`PreparedModel` of a model; ``asked`` is the calling method's name."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(
@@ -250,7 +252,7 @@ class Prepared:
             _refuse_other_owners(optimizer, owners, strategy)
         if placement is None or is_prepared(placement.module):
             strategy.setup_optimizers([optimizer])
-        wrapper = AcceleratedOptimizer(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
+        wrapper = self.optimizer_kind(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
         wrapper.explain = partial(self.errors.explain, placement)
         self.optimizers.append(wrapper)
         self.gradient_state.trains = True
@@ -268,14 +270,16 @@ class Prepared:
                 "optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = AcceleratedScheduler(
-            scheduler,
-            owners or self.optimizers,
-            self.gradient_state,
-            self.step_scheduler_with_optimizer,
-            self.strategy.num_data_ranks if self.scheduler_steps == "per_sample" else 1,
+            scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times
         )
         self.schedulers.append(wrapper)
         return wrapper
+
+    @property
+    def _times(self) -> int:
+        """Number of steps by which each ``scheduler.step()`` advances a schedule."""
+        alone = not self.step_scheduler_with_optimizer or self.dataloader_config.split_batches
+        return 1 if alone or self.scheduler_steps == "per_update" else self.strategy.num_data_ranks
 
     def loader(self, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
         """Prepare one loader, which then yields this process's batches on the device."""
@@ -307,8 +311,8 @@ class Prepared:
         methods, or ``backward(num_items=...)``.
 
         Args:
-            joinables: prepared models to train in this context, and optimizers that communicate
-                (ZeroRedundancyOptimizer).
+            joinables: prepared models to train in this context, and optimizers that communicate, such as
+                ZeroRedundancyOptimizer.
             even_batches: if False, prepared loaders yield every sample once, so some processes may get one batch
                 fewer. If True, all processes get the same number of batches, and nothing is joined. If None, each
                 loader keeps its setting.

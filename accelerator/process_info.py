@@ -93,26 +93,26 @@ class Processes:
         yield from self._first(self.is_local_main_process)
 
     def _first(self, first: bool) -> Iterator[None]:
-        # One name for both: where one context is inside the other, a process that leaves the inner one lets in those
-        # that wait at the outer one.
+        # One name for both, because in nested blocks a process leaves the inner one while others enter the outer one.
+        name = "main_process_first or local_main_process_first"
         if not first:
-            self.strategy.barrier("main_process_first")
+            self.strategy.barrier(name)
         try:
             yield
         finally:
             if first:  # also after an error, because the others are waiting
-                self.strategy.barrier("main_process_first")
+                self.strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
         """Decorator that runs the function only on the main process; on other processes, it returns None."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function only on the first process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the first process of each node; on others, it returns None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function only on the process with the highest index; elsewhere, it returns None."""
+        """Decorator that runs the function only on the last process; on other processes, it returns None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
@@ -122,7 +122,7 @@ class Processes:
         return self._only(function, lambda: self.process_index == (process_index or 0))
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function only on the given process of each node; elsewhere, it returns None."""
+        """Decorator that runs the function only on the given process of each node; on others, it returns None."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == (local_process_index or 0))
@@ -136,7 +136,7 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Context manager that yields this process's part; see :func:`.operations.split_between_processes`."""
+        """Context manager that yields a part of ``inputs``; see :func:`.operations.split_between_processes`."""
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 

@@ -32,22 +32,24 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_con
 
 @dataclass
 class _Process:
-    """State that everything in this process shares.
+    """State shared by all objects in this process.
 
     Attributes:
         strategy: the strategy that joined the process group; None until one has joined.
         state: state of the newest Accelerator.
         resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
+        debug: the value that a program gave ``PartialState.debug``; None if it gave none.
     """
 
     strategy: Strategy | None = None
     state: AcceleratorState | None = None
     resets: int = 0
     cpu: bool = False
+    debug: bool | None = None
 
     def forget(self) -> None:
-        self.strategy, self.state, self.resets, self.cpu = None, None, self.resets + 1, False
+        vars(self).update(vars(_Process(resets=self.resets + 1)))
 
 
 _process = _Process()
@@ -119,7 +121,7 @@ class PartialState(Processes):
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that is set up. The first such strategy becomes the process's strategy."""
+        """Return the state of a strategy that is already set up. The first such strategy becomes the process's own."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -164,7 +166,11 @@ class PartialState(Processes):
     @property
     def debug(self) -> bool:
         """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
-        return bool(resolve()["debug"])
+        return bool(resolve()["debug"]) if _process.debug is None else _process.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        _process.debug = debug
 
     @property
     def fork_launched(self) -> bool:
@@ -177,7 +183,7 @@ class PartialState(Processes):
             torch.cuda.set_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the given process group, or the default one if None. Every process must call this."""
+        """Leave ``group``, or the default process group if it is None. Every process must call this."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
@@ -283,7 +289,7 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The DeepSpeed plugin by name; None if there is none."""
+        """The DeepSpeed plugin by name; None if DeepSpeed is not used."""
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str = "default") -> Any:
@@ -298,7 +304,8 @@ class AcceleratorState:
         partial = vars(self).get("_partial")
         if partial is None:
             raise AttributeError(_forgotten("AcceleratorState", name))
-        return getattr(partial, name)
+        known = hasattr(type(partial), name) or name in vars(partial)
+        return getattr(partial, name) if known else object.__getattribute__(self, name)  # raises with this class's name
 
     def __repr__(self) -> str:
         return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
@@ -322,7 +329,8 @@ def is_initialized() -> bool:
 def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
     """Create a strategy and join the process group that the launcher describes."""
     handlers = Handlers(process_group=InitProcessGroupKwargs(**group) if group else None)
-    settings = {"cpu": resolve({"cpu": cpu or None}, door="PartialState")["cpu"]}
+    resolved = resolve({"cpu": cpu or None}, door="PartialState")
+    settings = {name: resolved[name] for name in ("cpu", "device")}
     strategy = choose(Choice(handlers=handlers, settings=settings))
     strategy.setup_environment()
     return strategy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from .enums import FP8BackendType
 from .loaders import DataLoaderConfiguration
 from .process_info import Processes
 
@@ -64,7 +65,7 @@ class Facts(Processes):
     step_scheduler_with_optimizer = Shown[bool](
         "prepared.step_scheduler_with_optimizer", "Whether schedulers advance only when their optimizers have stepped."
     )
-    scheduler_steps = Shown[str]("prepared.scheduler_steps", "What schedulers count: ``per_update`` or ``per_sample``.")
+    scheduler_steps = Shown[str]("prepared.scheduler_steps", "How schedulers advance: ``per_update``, ``per_sample``.")
     dataloader_config = Shown[DataLoaderConfiguration]("prepared.dataloader_config", "Settings for preparing loaders.")
     sync_gradients = Shown[bool]("gradient_state.sync_gradients", "Whether this micro-batch completes the window.")
     step = Shown[int]("gradient_state.step", "A counter for the loop's own use, saved with the state.")
@@ -97,13 +98,13 @@ class Facts(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
+        """``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision."""
         name = self.strategy.precision.name
-        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8-mixed": "fp8"}.get(name, name)
 
     @property
     def scaler(self) -> Any:
-        """The ``GradScaler`` of fp16; None if losses are not scaled."""
+        """The ``GradScaler`` for fp16; None if losses are not scaled."""
         return self.strategy.precision.scaler
 
     @property
@@ -148,9 +149,9 @@ class Facts(Processes):
         return 0 if place_on is None else place_on(axis)
 
     @property
-    def fp8_backend(self) -> None:
-        """Always None, because 8-bit training is not supported."""
-        return
+    def fp8_backend(self) -> FP8BackendType | None:
+        """The package that multiplies in 8 bits (``AO``: torchao); None if ``mixed_precision`` is not ``"fp8"``."""
+        return FP8BackendType.AO if self.mixed_precision == "fp8" else None
 
     @property
     def should_save_model(self) -> bool:

@@ -42,7 +42,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator | None = None) -> None:
-    """Like :func:`synchronize_rng_state`, among the processes of a strategy."""
+    """Like :func:`synchronize_rng_state`, but among the processes of the given strategy."""
     if kind not in _KINDS:
         raise ValueError(messages.unknown("rng_type", kind, _KINDS))
     if kind == "python":

@@ -1,6 +1,6 @@
 """``save_state`` and ``load_state``, which let a user's loop resume with bit-identical results.
 
-A state is a folder that contains ``state.ckpt`` (a checkpoint in the Trainer's format) and the user's hook files.
+A state is a folder that contains ``state.ckpt`` (a checkpoint in the Trainer's format) and the files of user hooks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class States:
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
             load_kwargs: options that have no effect: ``weights_only=True`` and ``map_location``.
-            strict: if something cannot be restored, raise an error before changing anything, instead of warning.
+            strict: whether an object that cannot be restored raises an error, before anything changes, or a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 
         Raises:

@@ -23,6 +23,8 @@ class AcceleratedScheduler:
         times: steps per call: 1, or the number of processes for a schedule that counts the batches of all processes.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(
         self,
         scheduler: Any,

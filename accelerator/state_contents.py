@@ -42,7 +42,7 @@ class Contents:
         windows: micro-batches that are waiting for an optimizer step.
         trackers: trackers whose positions are saved.
         project: the ``ProjectConfiguration``, which contains the number of the next folder.
-        settings: settings, which are recorded but not restored.
+        settings: the Accelerator's settings, which are recorded but not restored.
         objects: objects registered for checkpointing, in order.
         script_skips: whether the script itself skips to the loaded position in the data.
     """
@@ -181,7 +181,7 @@ class Restored:
     """Compares a loaded state with the prepared objects, and restores them.
 
     Args:
-        models: models whose weights to load; hooks may have loaded other models themselves.
+        models: models whose weights to load; hooks may have loaded the weights of other models.
         newer: name of a later state of the same run, or None.
 
     Attributes:
@@ -333,7 +333,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that are waiting for a step; if the script itself skips batches, do so afterwards."""
+        """Restore micro-batches that wait for a step, now or once the script has skipped to the loaded position."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -385,7 +385,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap a loading function so that it returns None, because weights known to be missing must not be reported."""
+    """Wrap a loading function to return None, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

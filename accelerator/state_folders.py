@@ -191,7 +191,7 @@ def _number(name: str) -> int:
 def _nothing_in(where: Location) -> str:
     text = f"accelerator.load_state({str(where)!r}): the folder contains no {STATE}. "
     if not where.is_dir():
-        return f"accelerator.load_state({str(where)!r}): the folder does not exist. Pass one that save_state wrote."
+        return f"accelerator.load_state({str(where)!r}): the folder does not exist. Pass a folder from save_state."
     newest, _ = newest_valid(states_in(where))
     if newest is not None:
         return f"{text}The newest state inside it is {str(newest.parent)!r}. Pass that folder."
@@ -330,7 +330,7 @@ def _delete_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def settle_files(state: Location, files: Files) -> list[str]:
-    """On rank 0, restore a state's files if a later save was killed before it finished.
+    """On rank 0, restore a state's hook files if a later save was killed before it finished.
 
     Returns:
         The files that differ from the saved ones and cannot be restored.

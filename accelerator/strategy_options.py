@@ -20,7 +20,7 @@ from ..strategies.options import Options
 from ..strategies.precision import MixedPrecision, Precision
 from ..strategies.precision.choose import choose_precision
 from .enums import PrecisionType
-from .kwargs_handlers import NO_EIGHT_BITS, Handlers
+from .kwargs_handlers import AORecipeKwargs, Handlers
 from .parallelism_config import ParallelismConfig
 from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
@@ -74,8 +74,17 @@ class Choice:
 def choose(choice: Choice) -> Strategy:
     """Choose the Strategy and place it on its device, without calling ``setup_environment``."""
     choice = choice.filled()
-    strategy, cpu = choice.settings.get("strategy") or "auto", bool(choice.settings.get("cpu"))
-    kind = find_kind("cpu" if cpu else "auto")
+    asked = choice.settings.get("device")
+    if asked is None:
+        return _chosen(choice, bool(choice.settings.get("cpu")))
+    device = torch.device(asked)
+    strategy = _chosen(choice, device.type == "cpu")
+    strategy.device, strategy.devices = device, [device]  # type: ignore[attr-defined]
+    return strategy
+
+
+def _chosen(choice: Choice, cpu: bool) -> Strategy:
+    strategy, kind = choice.settings.get("strategy") or "auto", find_kind("cpu" if cpu else "auto")
     precision = precision_of(choice, kind)
     if isinstance(strategy, Strategy) and type(precision) is Precision:
         precision = None
@@ -133,28 +142,37 @@ def precision_of(choice: Choice, kind: str) -> Precision:
     if isinstance(asked, Precision):
         return asked
     word = None if asked is None else str(asked).lower()
-    if word == "fp8":
-        raise NotImplementedError(f"Accelerator(mixed_precision='fp8'): {NO_EIGHT_BITS}")
     if isinstance(choice.deepspeed_plugin, DeepSpeedPlugin):
         true = _sixteen_bits(choice.deepspeed_plugin, word)
         if true is not None:
             return choose_precision(true, None, kind)
-    scaler, autocast = choice.handlers.grad_scaler, choice.handlers.autocast
-    if scaler is not None and word != "fp16":
-        messages.info_once(
-            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}, because only 'fp16' scales losses."
-        )
+    scaler, autocast, float8 = choice.handlers.grad_scaler, choice.handlers.autocast, choice.handlers.float8
+    _check_handlers(choice.handlers, word)
     if word in (None, "no"):
         return Precision()
-    if word not in _NAMES:
-        known = [name for name in PrecisionType.list() if name != "fp8"]
-        raise ValueError(messages.unknown("mixed_precision", asked, known, ", or pass a Precision"))
+    if word not in (*_NAMES, "fp8"):
+        raise ValueError(messages.unknown("mixed_precision", asked, PrecisionType.list(), ", or pass a Precision"))
+    if word == "fp8":
+        return (float8 or AORecipeKwargs()).precision(kind)
     arguments: dict[str, Any] = {}
     if autocast is not None:
         arguments = {"autocast": autocast.enabled, "cache": autocast.cache_enabled}
     if word == "fp16" and scaler is not None:
         arguments["scaler"] = GradScaler(kind, **scaler.to_kwargs())
     return MixedPrecision(_NAMES[word], kind, **arguments)
+
+
+def _check_handlers(handlers: Handlers, word: str | None) -> None:
+    """Report handlers that have no effect with this ``mixed_precision``."""
+    if handlers.grad_scaler is not None and word != "fp16":
+        messages.info_once(
+            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}, because only 'fp16' scales losses."
+        )
+    if handlers.float8 is not None and word != "fp8":
+        raise ValueError(
+            f"AORecipeKwargs has no effect with mixed_precision={word or 'no'!r}. Set mixed_precision='fp8', or leave "
+            "the recipe out."
+        )
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:

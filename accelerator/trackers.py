@@ -43,13 +43,14 @@ class _Absent(GeneralTracker):
         return None
 
 
-#: Values of ``log_with`` besides names.
+#: Values that ``log_with`` accepts in addition to names.
 Tracker = Logger | GeneralTracker | type[GeneralTracker]
-_BUILT_IN: tuple[type[LoggerTracker], ...] = (
+#: The trackers that ``log_with`` takes by name.
+BUILT_IN: tuple[type[LoggerTracker], ...] = (
     *(CSVTracker, TensorBoardTracker, WandBTracker, MLflowTracker, CometMLTracker, TrackioTracker),
     *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, AimTracker),
 )
-_classes: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in _BUILT_IN}
+_classes: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in BUILT_IN}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -80,7 +81,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 def get_available_trackers() -> list[str]:
     """Return the names of all trackers whose packages are installed."""
-    return [name for name, kind in _classes.items() if _lacks(kind) is None]
+    return [name for name, kind in _classes.items() if not issubclass(kind, LoggerTracker) or kind.is_available()]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
@@ -88,7 +89,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 
     Args:
         log_with: a name or several names separated by commas, a ``LoggerType``, a :class:`GeneralTracker` object or
-            class, a Paceline logger, or a list of these. ``"all"`` means every tracker that works here.
+            class, a Paceline logger, or a list of these. ``"all"`` means every tracker that can be created.
         logging_dir: directory for trackers that write files.
 
     Raises:
@@ -181,7 +182,7 @@ class Trackers(list[GeneralTracker]):
         """Create and start all trackers, and log the run's settings. Trackers of an earlier run are closed.
 
         Args:
-            project_name: name of the folder in the logging directory, or of the wandb project.
+            project_name: name of the folder in the logging directory, or of the tracking service's project.
             config: the run's settings.
             init_kwargs: additional arguments, keyed by tracker name.
             logging_dir: directory to use instead of the Accelerator's original one.
@@ -257,14 +258,14 @@ class Trackers(list[GeneralTracker]):
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the checkpoint's runs; drop values recorded after the checkpoint, as they will be recorded again.
+        """Continue the checkpoint's runs; drop values recorded after it, because they will be recorded again.
 
         If ``init_trackers`` has not been called yet, the states are kept until it is. A tracker that has already
         recorded something in this process is not changed.
 
         Args:
             states: result of :meth:`state_dict`.
-            newer: a later checkpoint of that run, or None. If there is one, logging continues as a new run.
+            newer: a later checkpoint of the same run, or None. If it is not None, logging continues as a new run.
         """
         if not messages.is_rank_zero():
             return
@@ -296,7 +297,7 @@ class Trackers(list[GeneralTracker]):
             return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
-                f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, such as with "
+                f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, for example with "
                 "Accelerator(log_with='tensorboard', project_dir='...'), and call "
                 "accelerator.init_trackers('my_project')."
             )

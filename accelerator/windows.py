@@ -34,7 +34,7 @@ class Windows:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with windows keyed by model index, because object ids mean nothing in a copy."""
+        """Return the state with windows keyed by model index, because object IDs mean nothing in a copy."""
         index = {id(model): number for number, model in enumerate(self.prepared.models)}
         known = self.state.windows.items()
         return vars(self) | {

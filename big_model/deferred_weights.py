@@ -1,6 +1,6 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
-If a strategy shards a module, ``configure_model`` runs before that. Loading a weight into a parameter on the meta
+If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
 device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
 the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
@@ -174,7 +174,7 @@ class Waiting:
             put(module, names, made)
 
     def restored(self, names: Iterable[str]) -> None:
-        """Record that a checkpoint has set the values of these parameters."""
+        """Record that a checkpoint has set the values of the named parameters."""
         found = set(names)
         self.notes = {name: note for name, note in self.notes.items() if name not in found}
         self.unfilled = [name for name in self.unfilled if name not in found]
@@ -210,9 +210,9 @@ class Waiting:
         if self.unfilled:
             raise RuntimeError(
                 f"{type(module).__name__} was created on the meta device, and nothing sets the values "
-                f"of {messages.names(self.unfilled[:10], 'and')}. The layer has no reset_parameters() that sets "
-                "them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
-                "(load_checkpoint_in_model), define one of those methods, or create that layer outside "
+                f"of {messages.names(self.unfilled[:10], 'and')}. Their layers have no reset_parameters() that "
+                "sets them, no enclosing module has _init_weights(module), and no checkpoint was loaded. Load a "
+                "checkpoint (load_checkpoint_in_model), define one of those methods, or create these layers outside "
                 "torch.device('meta')."
             )
 

@@ -47,6 +47,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a tensor is missing, or a name or a device is unknown.
     """
+    check_coverage(model, device_map)
+    for name, device in device_map.items():
+        if device != "disk":
+            torch_device(device, f"device_map[{name!r}]")
+
+
+def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that a map, perhaps for another machine, covers every tensor of a model and nothing else.
+
+    Raises:
+        ValueError: a tensor is missing, or a name is unknown.
+    """
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = [name for name, _ in named_tensors(model)]
     odd = [name for name in device_map if name not in known and name not in tensors]
@@ -60,9 +72,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, "
             "or '' for all others."
         )
-    for name, device in device_map.items():
-        if device != "disk":
-            torch_device(device, f"device_map[{name!r}]")
 
 
 def torch_device(device: Any, what: str) -> torch.device:
@@ -94,9 +103,10 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Raises an error in place of the method that moves or converts a dispatched module.
+    """Replaces ``_apply`` of a dispatched module and raises an error.
 
-    ``to`` and ``half``, for example, call that method, even when they are called on a parent module.
+    Methods that move or convert a module, such as ``to`` and ``half``, call its ``_apply``, even if they are called on
+    a parent module.
     """
 
     def __init__(self, name: str, where: str) -> None:

@@ -46,7 +46,7 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Move each part of a model to its device in a map, and make the model run there. Returns the same object.
+    """Move the parts of a model to the devices in a map, and make the model run on them. Returns the same object.
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
@@ -276,7 +276,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts, with names, that are each fetched as a unit: :func:`smallest_parts`, split where the map is."""
+    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, or smaller ones as in the map."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -312,7 +312,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """Return the device of each module that moves its inputs, model first; empty if everything runs on the CPU."""
+    """Return the device of each module that moves its inputs, the model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }

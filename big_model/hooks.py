@@ -1,4 +1,4 @@
-"""Hooks that run before and after a module's forward, to move inputs and fetch weights.
+"""Hooks that run before and after a module's ``forward``, to move inputs and fetch weights.
 
 The names and attributes match those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), because
 libraries in the transformers and diffusers ecosystem use them.
@@ -25,33 +25,33 @@ _NOTHING = nullcontext()
 
 
 class ModelHook:
-    """A hook around a module's forward; :func:`add_hook_to_module` attaches it."""
+    """A hook around a module's ``forward``; :func:`add_hook_to_module` attaches it."""
 
     #: Whether the forward runs under ``torch.no_grad()``.
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module when the hook is attached, and return it."""
+        """Called when the hook is attached; prepares the module and returns it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run before the forward, and return the arguments to call it with."""
+        """Called before ``forward``; returns the arguments for it."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after the forward, and return the output to use."""
+        """Called after ``forward``; returns the output to use."""
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Run instead of :meth:`post_forward` if the forward raises, but not if :meth:`pre_forward` raised."""
+        """Called instead of :meth:`post_forward` if ``forward`` raises, but not if :meth:`pre_forward` raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Clean up when the hook is removed, and return the module."""
+        """Called when the hook is removed; cleans up and returns the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Runs several hooks one after another, in the given order both before and after the forward."""
+    """Runs several hooks one after another, in the given order both before and after ``forward``."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -91,7 +91,7 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook to the forward of a module instance, and return the module.
+    """Attach a hook to the ``forward`` of a module instance, and return the module.
 
     With ``append``, the hook runs after the module's existing hook instead of replacing it.
     """
@@ -107,7 +107,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward with its hook."""
+    """Run a module's ``forward`` with its hook."""
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
@@ -120,7 +120,7 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's hook, restore the module's own forward, and return the module.
+    """Remove a module's hook, restore the module's own ``forward``, and return the module.
 
     With ``recurse``, the hooks of its submodules are removed too.
     """
@@ -157,7 +157,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: keyword arguments that are not moved.
         tied_params_map: accepted and ignored, because tied parameters are a single object and move together.
         part: the tensors that are fetched with the module, if they are already known.
-        fetcher: the entire model's fetcher, which starts and stops with the module's forward.
+        fetcher: the entire model's fetcher, which starts and stops with the module's ``forward``.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class DevicePlan:
 
     Attributes:
         device_map: device by name, for :func:`dispatch_model`.
-        rows: the parts in order, before neighbors on the same device are joined.
+        rows: the parts in order, before sibling modules on the same device are merged.
         limits: maximum bytes of weights on each device; infinite for the disk.
         main_device: device on which offloaded parts run.
         reserved: bytes kept free on the main device for the part that is fetched while the previous one runs.
@@ -108,9 +108,9 @@ def plan_device_map(
         model: the model; it may be on the meta device.
         device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly across the accelerators; ``"balanced_low_0"``
             leaves space on the first accelerator; ``"sequential"`` fills one accelerator after another.
-        max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, keyed by number,
-            ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90 % of free
-            memory.
+        max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, keyed by accelerator
+            number, ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90 % of
+            free memory.
         no_split_module_classes: one or more classes, or their names, whose instances are not split. None means the
             classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
         dtype: dtype that floating-point weights will have; None means their dtype in the model.
@@ -151,7 +151,7 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Return the map that :func:`plan_device_map` builds with ``"sequential"``.
 
-    With ``clean_result``, neighbors on the same device are joined under the name of the module that contains them.
+    With ``clean_result``, sibling modules on the same device are merged into one entry under their parent's name.
     """
     rest = (no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation, verbose)
     plan = plan_device_map(model, "sequential", max_memory, *rest)
@@ -303,10 +303,11 @@ class _Placer:
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(
-            f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
-            f"{messages.size(size)} that {largest.name!r} ({type(largest.module).__name__}) needs to be fetched"
-            f"{'' if self.main == 'cpu' else ' while the previous part runs'}. Give {self.main!r} at least "
-            f"{size} bytes, load in a smaller dtype, or choose smaller blocks in no_split_module_classes."
+            f"max_memory={{{self.main!r}: {int(limit)}}} is too small by {messages.size(size - limit)}: "
+            f"fetching {largest.name!r} ({type(largest.module).__name__})"
+            f"{'' if self.main == 'cpu' else ' while the previous part runs'} takes {messages.size(size)}. "
+            f"Give {self.main!r} at least {size} bytes, load in a smaller dtype, or choose smaller blocks in "
+            "no_split_module_classes."
         )
 
     def _fetch_bytes(self, item: _Item) -> int:

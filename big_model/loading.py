@@ -51,7 +51,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load each of a model's weights directly to its device, and make the model run there. Returns the same object.
+    """Load each weight directly to its device, and make the model run across the devices. Returns the same object.
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
@@ -86,7 +86,8 @@ def load_checkpoint_and_dispatch(
     if is_noting():
         raise RuntimeError(
             f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
-            "here a strategy is about to shard the model. Call load_checkpoint_in_model(model, checkpoint) instead."
+            "a strategy is about to shard the model across processes. Call "
+            "load_checkpoint_in_model(model, checkpoint) instead."
         )
     weight_files(Path(checkpoint))  # raises before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
@@ -151,7 +152,8 @@ def load_checkpoint_in_model(
     already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its own shards. In
     ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: each gets
     only a note that names its file, which is read after the model has been sharded. Names and shapes are checked
-    immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this.
+    immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this
+    function.
 
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors

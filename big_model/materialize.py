@@ -33,13 +33,12 @@ class Materializer:
     numbers and the initial values are therefore the same as in a process that created the layers with memory. They
     differ if a constructor fills (or copies) its children again and none of these methods does the same.
 
-    Tensors that already have values, or get them from elsewhere, do not change, and no random numbers are drawn for
-    them.
+    Tensors that already have values, or are in ``noted``, do not change, and no random numbers are drawn for them.
 
     Args:
         root: the module; creating this object does not change the module.
         device: device on which to allocate memory.
-        noted: ids of parameters that stay on the meta device, because their values come from elsewhere.
+        noted: ids of parameters that stay on the meta device, because their values are read from files later.
 
     Attributes:
         unfilled: names of tensors that have memory but no values; a checkpoint may still set them.

@@ -53,11 +53,14 @@ def weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+        index = json.loads(path.read_text(encoding="utf-8"))
+        is_map = index and "weight_map" not in index
+        names = sorted({Path(name) for name in (index if is_map else index["weight_map"]).values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is not a valid weight index ({type(error).__name__}: {error}). An index is a JSON file "
-            "with a 'weight_map' from names to files. Download or write it again, or pass a single weight file."
+            "with a 'weight_map' from names to files, or with the map alone. Download or write it again, or pass a "
+            "single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
@@ -162,7 +165,7 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
 
-    A normal allocator may keep freed memory in each of its threads, which can add up to several tensors.
+    The default allocator may keep freed memory for each thread, which can add up to the size of several tensors.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < _PAGE:
@@ -252,8 +255,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def _is_as_in_file(start: int, end: int) -> bool:
     """Return True if no page has been written to since it was mapped; a written page is private to the process.
 
-    Asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating batch
-    statistics, does not change a tensor's version. Returns False if the system gives no answer.
+    This asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating
+    batch statistics, does not change a tensor's version. Returns False if the system gives no answer.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:

@@ -134,7 +134,7 @@ class Callback:
     _logs_in: TrainingModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a number as if from the module's hook of the same name. Takes the arguments of ``TrainingModule.log``."""
+        """Log a number, as the module can in the same hook. Takes the arguments of ``TrainingModule.log``."""
         self._logging_module(name).log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -242,17 +242,17 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
-        Gradients are unscaled, complete and averaged across ranks. Read or change gradients here, for example to log
-        norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps several
-        optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same holds for
-        :meth:`on_before_zero_grad`.
+        Gradients are fully accumulated, unscaled and averaged across ranks. Read or change gradients here, for example
+        to log norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps
+        several optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same
+        holds for :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called right after the optimizer step, before the gradients it used are cleared."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when validation starts. The module is in eval mode and gradients are off. May swap weights."""
+        """Called when validation starts. The module is in eval mode and gradients are disabled. May swap weights."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when validation has finished and its metrics are known. ``ModelCheckpoint`` saves here."""
@@ -283,7 +283,7 @@ class Callback:
         """Called after each validation batch; ``outputs`` is what ``validation_step`` returned."""
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when testing starts. The module is in eval mode and gradients are off."""
+        """Called when testing starts. The module is in eval mode and gradients are disabled."""
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when testing has finished and its metrics are known."""
@@ -311,7 +311,7 @@ class Callback:
         """Called after each test batch; ``outputs`` is what ``test_step`` returned."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when prediction starts. The module is in eval mode and gradients are off."""
+        """Called when prediction starts. The module is in eval mode and gradients are disabled."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when prediction has finished."""
@@ -345,7 +345,7 @@ class Callback:
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint is loaded, between the module's weights and this callback's ``load_state_dict``."""
+        """Called after a checkpoint's weights are loaded and before this callback's ``load_state_dict``."""
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
@@ -360,14 +360,15 @@ class Callback:
     def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: dict[str, float]) -> None:
         """Called before ``teardown`` if a profiler has measured where the run's time went.
 
-        ``seconds`` maps each part of the run to its time, without overlaps; ``profiler`` is the profiler's class name.
+        ``seconds`` maps each part of the run to its time; parts do not overlap. ``profiler`` is the profiler's class
+        name.
         """
 
     def get_accumulate_grad_batches(self, epoch: int) -> int | None:
         """Return the number of batches per optimizer step in ``epoch`` (0-based); None by default.
 
-        A callback that sets ``trainer.accumulate_grad_batches`` reports it here, so that the number of steps is known
-        before training.
+        A callback that sets ``trainer.accumulate_grad_batches`` must override this method, so that the number of steps
+        is known before training.
         """
         return None
 
@@ -380,7 +381,7 @@ class Callback:
     def has_saved(self, step: int, weights: bool = False) -> bool:
         """Return True if this callback saved ``step`` in a file that a fit can resume from.
 
-        If ``weights`` is True, a file that holds only the weights counts too.
+        If ``weights`` is True, a weights-only file is enough.
         """
         return False
 

@@ -136,7 +136,7 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False if nothing may be saved: in trial runs, in sanity checks and before the first step."""
+        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
@@ -169,13 +169,13 @@ class CheckpointKeeper(Checkpoint):
             self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
-        """After an exception ended the fit, save the current step in an unranked file and in ``last``.
+        """After an exception has ended the fit, save the current step in an unranked file and in ``last``.
 
         A failed save only warns, so that it does not hide the exception.
         """
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
-        self._alone = True  # the other processes may be elsewhere
+        self._alone = True  # the other processes may be at other points
         step, what = trainer.global_step, type(exception).__name__
         try:
             values = self._values(trainer)
@@ -225,7 +225,7 @@ class CheckpointKeeper(Checkpoint):
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
-        """Add a file to the ranking and drop the files that it replaces from it."""
+        """Add a file to the ranking and remove the files that it replaces."""
         if self.monitor is None:
             self.best_model_path = path
             return
@@ -332,7 +332,7 @@ class CheckpointKeeper(Checkpoint):
             after()
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return the path to pass to the saver. It must not exist yet, unless it is one of the replaced files."""
+        """Return ``path``, marked as one that must not exist yet unless it is one of the replaced files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:

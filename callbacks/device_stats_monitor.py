@@ -30,7 +30,7 @@ class DeviceStatsMonitor(Callback):
         filter_keys: log only these statistics (the part of the name after the slash); None logs all.
 
     Raises:
-        RuntimeError: when training starts and the trainer has no logger.
+        RuntimeError: if the trainer has no logger when training starts.
         ModuleNotFoundError: if ``cpu_stats=True`` and psutil is not installed.
     """
 
@@ -91,7 +91,7 @@ def device_stats(device: torch.device) -> dict[str, float]:
 
 
 def cpu_stats() -> dict[str, float]:
-    """Return the machine's load and memory in percent and this process's memory in bytes. Needs psutil."""
+    """Return the machine's load and memory in percent and this process's memory in bytes. Requires psutil."""
     psutil = _psutil()
     return {
         "cpu_percent": psutil.cpu_percent(),

@@ -38,8 +38,8 @@ class EarlyStopping(Callback):
         monitor: name of the metric, as passed to ``self.log``.
         min_delta: a change must be larger than this to count as an improvement.
         patience: number of consecutive checks without improvement after which training stops. There is a check after
-            each epoch or each validation (see ``check_on_train_epoch_end``). After a resume, the count continues, with
-            the patience given here.
+            each epoch or each validation (see ``check_on_train_epoch_end``). After a resume, the count continues, but
+            the new ``patience`` applies.
         verbose: also report improvements; the reason for stopping is always reported.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         strict: whether a metric that was not logged is an error. If False, warn once and skip the check.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(Callback):
-    """Freeze layers before the optimizers are created, and add them to an optimizer at the epoch you choose.
+    """Freeze layers before the optimizers are created, and add them to an optimizer at a chosen epoch.
 
     Subclass it and define :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers``,
     pass only the trainable parameters: ``[p for p in self.parameters() if p.requires_grad]``.
@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
         )
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the layers that start training in this epoch (0-based). Called once per epoch and optimizer."""
+        """Unfreeze the layers to train from ``epoch`` (0-based) on. Called once per epoch and optimizer."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which unfreezes "
             "layers at an epoch. Define it, for example with self.unfreeze_and_add_param_group(...)."
@@ -296,12 +296,12 @@ class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
 
     The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers for the
-    parameters that are trainable from the start. The first optimizer trains the backbone.
+    parameters that are trainable from the start. The backbone is added to the first optimizer.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (0-based) in which the backbone trains.
         lambda_func: ``lambda_func(epoch)`` returns the factor by which the backbone's learning rate is multiplied at
-            the start of each later epoch. Here, epochs are counted from 1.
+            the start of each later epoch. This ``epoch`` is counted from 1.
         backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the first group's.
         backbone_initial_lr: the backbone's initial learning rate.
         should_align: once the backbone's learning rate reaches the first group's, keep the two equal.

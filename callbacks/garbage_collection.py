@@ -102,7 +102,7 @@ class GarbageCollection(Callback):
     def _due(self, updates: int) -> None:
         """Run a collection.
 
-        The first call, before the batch after the first step, freezes objects and starts the regular collections.
+        The first call, before the second step, freezes objects and starts the regular collections.
         """
         every = self.every_n_steps
         self._next = float("inf") if every is None else (updates // every + 1) * every
@@ -142,7 +142,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Right after a full collection, return the number of objects that the next one would scan."""
+    """Return the number of objects that a full collection would scan; exact only right after one."""
     return len(gc.get_objects(generation=2))
 
 
@@ -159,7 +159,7 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds if no other fit runs."""
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds, unless another fit runs."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

@@ -24,11 +24,10 @@ _LONGEST_PAUSE_SECONDS = 10.0
 class HangDetector(Callback):
     """Stop a run whose counters stop changing, and print every rank's step, phase and stacks to standard error.
 
-    A thread on each rank compares the counters, so there is no cost per batch. A training or evaluation
-    batch, an optimizer step, a new stage or epoch, and a passed step boundary count as progress. Other operations do
-    not: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a timeout well above the
-    longest of these operations. A rank inside native code that holds the GIL cannot answer. The report says so, and the
-    launcher stops the rank.
+    A thread on each rank compares the counters, so there is no cost per batch. A new batch, optimizer step, epoch or
+    stage counts as progress. Other operations do not: preparing data, the first batch of a compiled model, a
+    checkpoint, a slow hook. Choose a timeout well above the longest of these operations. A rank inside native code that
+    holds the GIL cannot answer. The report says so, and the launcher stops the rank.
 
     Args:
         timeout_seconds: how long the counters may stay unchanged.

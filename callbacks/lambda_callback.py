@@ -10,7 +10,7 @@ from .base import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """A callback built from functions, for cases where a class would be too much.
+    """A callback built from functions, so that simple hooks need no class of their own.
 
     Hooks that are not passed cost nothing.
 

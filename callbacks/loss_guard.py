@@ -37,7 +37,7 @@ class LossGuard(Callback):
     least ``rtol`` times that mean and by at least ``atol``. With several processes, their mean loss is checked, so all
     processes make the same decision that a single process with all the data would make.
 
-    *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, does not count in the
+    *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
     accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's
     random state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
     still include the batch.
@@ -52,8 +52,8 @@ class LossGuard(Callback):
 
     *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits there for the forward
     pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
-    change during training are copied in each step. With several processes, one number per batch is summed across the
-    hosts.
+    change during training are copied in each step. With several processes, two numbers per batch are averaged across
+    processes on the CPU.
 
     Manual optimization, ``training_step(dataloader_iter)`` and strategies that run a step in micro-batches are not
     supported.

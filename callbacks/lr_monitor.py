@@ -42,7 +42,7 @@ class LearningRateMonitor(Callback):
     Other callbacks can monitor these values, because they are in ``trainer.callback_metrics``.
 
     Raises:
-        RuntimeError: when training starts and the trainer has no logger.
+        RuntimeError: if the trainer has no logger when training starts.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointKeeper):
     """Save checkpoints during a fit and keep the best, the newest, or all of them.
 
-    *When.* Every ``every_n_epochs`` epochs, every ``every_n_train_steps`` optimizer steps, or every
-    ``train_time_interval``; if none of the three is set, after every epoch. To save at several intervals, use several
-    instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
+    *When.* A checkpoint is saved every ``every_n_epochs`` epochs, every ``every_n_train_steps`` optimizer steps, or
+    every ``train_time_interval``; if none of the three is set, after every epoch. To save at several intervals, use
+    several instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
     ``fast_dev_run``.
 
     *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
@@ -38,8 +38,8 @@ class ModelCheckpoint(CheckpointKeeper):
     separate, complete file.
 
     *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
-    weights. The ranked file is therefore written after the next validation, with the metric of exactly these weights.
-    Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
+    weights. The ranked file is therefore written after the next validation, with the metric of the weights in it. Only
+    ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
     *Deletion.* A file is deleted only if this run wrote it (even before a resume, because each file carries the run's
     mark), if it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.
@@ -224,7 +224,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._resumed = {name: state_dict[name] for name in _COUNTED if name in state_dict}
 
     def _begin(self, global_step: int) -> None:
-        """Start counting for a fit that begins at ``global_step``; after a resume, continue the checkpoint's counts."""
+        """Schedule the first save of a fit that begins at ``global_step``; after a resume, keep the saved schedule."""
         state, self._resumed = self._resumed, {}
         self._start_step = state.get("start_step", global_step)
         self._epochs_ended = self._validations_ended = 0

@@ -33,7 +33,7 @@ _METHODS: dict[str, type[prune.BasePruningMethod]] = {
 class ModelPruning(Callback):
     """Set the least important weights to zero at the end of each epoch, and keep them at zero.
 
-    It uses ``torch.nn.utils.prune``: during training, a pruned ``weight`` is computed from the parameter
+    The callback uses ``torch.nn.utils.prune``: during training, a pruned ``weight`` is computed from the parameter
     ``weight_orig`` and the buffer ``weight_mask``. Checkpoints contain the pruned weights under their plain names, and
     also the masks, so that a resumed fit continues exactly.
 
@@ -59,7 +59,7 @@ class ModelPruning(Callback):
 
     Raises:
         ValueError: if the arguments contradict each other.
-        TypeError: if ``pruning_fn`` is of another type.
+        TypeError: if ``pruning_fn`` is none of the listed kinds.
         RuntimeError: if the parameters are sharded.
     """
 
@@ -115,7 +115,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = None,
         parameter_names: Sequence[str] = (),
     ) -> list[Pair]:
-        """Check and return the given (module, name) pairs; without any, return all parameters with these names.
+        """Check and return the given pairs; if none are given, return all parameters with these ``parameter_names``.
 
         Raises:
             ValueError: if a pair does not name a parameter of a submodule, or if there is nothing to prune.
@@ -383,7 +383,7 @@ def _name(pruning_fn: Any) -> str:
 
 
 def _function(given: Any, everywhere: bool, dim: int | None, norm: int | None) -> Any:
-    """Return a method class to prune all parameters together, or a function ``fn(module, name=, amount=)``."""
+    """Return the class of the method if all parameters are pruned together, else ``fn(module, name=, amount=)``."""
     if isinstance(given, str):
         _check_name(given, dim, norm)
     elif not callable(given):

@@ -46,13 +46,13 @@ class ModelSummary(Callback):
         self.summarize(trainer, pl_module, summary)
 
     def summarize(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
-        """Show ``summary``. Called on every rank; override it to print elsewhere."""
+        """Print ``summary``. Called on every rank; override it to show the summary in another way."""
         if trainer.is_global_zero:
             messages.info(f"\n{summary}")
 
 
 class RichModelSummary(ModelSummary):
-    """:class:`ModelSummary` under the name of Lightning's colored summary. Both print the same table here."""
+    """:class:`ModelSummary` under the name of Lightning's colored summary; it prints the same table."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Layer:
         type: the name of its class.
         parameters: number of its parameters, each counted once; uninitialized ones count as 0.
         lazy: whether some of its parameters have no shape yet.
-        training: whether the layer is in train mode; None for the module's own parameters.
+        training: whether the layer is in train mode; None in the row of the module's own parameters.
         in_size: shapes of the inputs, or "?".
         out_size: shapes of the outputs, or "?".
         flops: floating-point operations of a forward pass, or None.
@@ -252,7 +252,8 @@ def human_readable(number: int) -> str:
 def _check_depth(max_depth: Any, what: str) -> None:
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ValueError(
-            f"{what}: max_depth={max_depth!r} must be a number of levels: 1 for the top level, n for n, -1 for all."
+            f"{what}: max_depth={max_depth!r} must be a number of levels: 1 for the top level, n for n levels, "
+            "-1 for all."
         )
 
 
@@ -333,7 +334,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Turn off the fused inference path of attention, because its operations are not counted."""
+    """Context manager that disables the fused inference path of attention, whose operations are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

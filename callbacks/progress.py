@@ -1,7 +1,7 @@
 """Base of all progress bars: what they show and when they are drawn.
 
 ``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow down training, so drawing is
-limited by time: bars are drawn at most ten times a second on a terminal, and drawing takes at most a tenth of the time.
+limited: on a terminal, bars are drawn at most ten times a second, and drawing takes at most a tenth of the run's time.
 A batch that draws nothing costs one call, one clock reading and two comparisons. No thread is used.
 """
 
@@ -287,7 +287,7 @@ class Surface(Protocol):
         ...
 
     def close(self) -> None:
-        """Restore the output for other programs. May be called twice."""
+        """Stop drawing and leave the terminal as other programs expect it. Can be called twice."""
         ...
 
 
@@ -329,8 +329,8 @@ class DrawnProgressBar(ProgressBar):
     """Progress bar that draws itself on the surface that a subclass creates (:meth:`_make_surface`).
 
     Args:
-        refresh_rate: minimum number of batches between two drawings, which are also limited by the clock; 0 draws
-            nothing.
+        refresh_rate: minimum number of batches between two redraws, which are also limited by the clock; 0 disables the
+            bar.
         leave: keep the full bar of every epoch and evaluation instead of a single line per epoch.
     """
 
@@ -359,7 +359,7 @@ class DrawnProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Minimum number of batches between two drawings; 0 means no bar."""
+        """Minimum number of batches between two redraws; 0 means no bar."""
         return self._refresh_rate
 
     @property
@@ -528,7 +528,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw after bars have changed, if the clock allows it or the previous bars were shown long enough."""
+        """Draw after a bar opened or closed, if the clock allows it or the last such change was long enough ago."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):

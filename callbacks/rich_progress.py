@@ -1,4 +1,4 @@
-"""Progress bar drawn with rich, the default."""
+"""The default progress bar, drawn with rich."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RichProgressBarTheme:
         progress_bar_finished: style of a full bar.
         progress_bar_pulse: style of a bar whose length is unknown.
         batch_progress: style of the batch count.
-        time: style of the times.
+        time: style of the elapsed and remaining time.
         processing_speed: style of the speed.
         metrics: style of the metrics.
         metrics_text_delimiter: text between two metrics.
@@ -67,14 +67,14 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnProgressBar):
-    """Progress bar drawn with rich in a terminal or notebook; in other output, it writes occasional plain lines.
+    """Progress bar drawn with rich in a terminal or notebook; to files and pipes, it writes occasional plain lines.
 
     Nested bars (validation inside an epoch) are drawn below each other, with the metrics at the bottom. A finished
     epoch leaves one line. Other output appears above the bars.
 
     Args:
-        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. Bars are drawn at most ten times
-            a second.
+        refresh_rate: minimum number of batches between two redraws; 0 disables the bar. Bars are drawn at most ten
+            times a second.
         leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
         theme: colors and formats.
         console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.
@@ -124,7 +124,7 @@ class RichProgressBar(DrawnProgressBar):
 
 
 def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
-    """Return True if the cursor can be moved. ``FORCE_COLOR``, which CI services set, is not enough for that."""
+    """Return True if the cursor can be moved. ``FORCE_COLOR``, which CI services set, does not imply that."""
     return console.is_terminal and (bool(asked.get("force_terminal")) or is_terminal(console.file))
 
 

@@ -285,7 +285,12 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
     ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
     ours["reduce_on_plateau"] = False
     if configs:
-        messages.info(f"The scheduler {type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
+        if configs[0].interval != "epoch":
+            messages.warn(
+                f"The scheduler {type(configs[0].scheduler).__name__} advances every {configs[0].interval}, but "
+                "SWALR, which replaces it, advances every epoch."
+            )
+        messages.info(f"Swapping scheduler `{type(configs[0].scheduler).__name__}` for `{type(scheduler).__name__}`.")
         for name, value in ours.items():
             setattr(configs[0], name, value)
     else:
@@ -352,7 +357,7 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
 
 @contextmanager
 def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Turn off ``self.log`` in a module and its submodules, and reset their unused torchmetrics objects afterwards."""
+    """Context manager that disables ``self.log`` in a module and, at exit, resets metrics that were unused before."""
     metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:

@@ -70,7 +70,7 @@ class Throughput:
             flops: floating-point operations of this device since the last update; not a total.
 
         Raises:
-            ValueError: if a total is less than before, or there are fewer samples than batches or items than samples.
+            ValueError: if a total has decreased, or there are fewer samples than batches or items than samples.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             items = "" if lengths is None else f", lengths={lengths}"
@@ -85,9 +85,9 @@ class Throughput:
             b is not None and a < b for a, b in zip(mark[:4], last[:4], strict=True) if a is not None
         ):
             raise ValueError(
-                f"Throughput.update(time={time}, batches={batches}, samples={samples}) is less than before "
-                f"(time={last.time}, batches={last.batches}, samples={last.samples}). Pass totals since the start, or "
-                "call reset() first."
+                f"Throughput.update(time={time}, batches={batches}, samples={samples}): totals must not "
+                f"decrease (before: time={last.time}, batches={last.batches}, samples={last.samples}). "
+                "Pass totals since the start, or call reset() first."
             )
         self._marks.append(mark)
 
@@ -171,7 +171,7 @@ class ThroughputMonitor(Callback):
         separator: text between the parts of a name.
 
     Raises:
-        RuntimeError: when a run starts and the trainer has no logger.
+        RuntimeError: if the trainer has no logger when a run starts.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in the table."""
+    """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in ``PEAK_FLOPS``."""
     dtype = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
         return None
@@ -379,7 +379,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
 
 def compute_dtype(precision: str) -> str:
     """Return the dtype of matrix products at a precision such as ``"bf16-mixed"``."""
-    kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+    kinds = {"bf16": "bfloat16", "fp8": "float8", "16": "float16", "64": "float64"}
     dtype = kinds.get(precision.split("-")[0], "float32")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         return "tf32"

@@ -73,11 +73,11 @@ class Timer(Callback):
             self._undefine(Timer, "on_train_batch_end")
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """Return the ``time.perf_counter()`` at which a stage last began; None if it never began."""
+        """Return the ``time.perf_counter()`` value at the stage's last start; None if it never started."""
         return self._start.get(_known(stage))
 
     def end_time(self, stage: Stage = "train") -> float | None:
-        """Return the ``time.perf_counter()`` at which a stage last ended; None while it runs or if it never ran."""
+        """Return the ``time.perf_counter()`` value at the stage's last end; None while it runs or if it never ran."""
         return self._end.get(_known(stage))
 
     def time_elapsed(self, stage: Stage = "train") -> float:
@@ -158,7 +158,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"Time limit reached. Training stops after {elapsed}.")
+            messages.info(f"Time limit reached. Elapsed time: {elapsed}. Signaling Trainer to stop.")
         self._announced = True
 
 

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Progress bar drawn with tqdm in a terminal or as a notebook widget; plain lines in other output.
+    """Progress bar drawn with tqdm in a terminal or as a notebook widget; plain lines in files and pipes.
 
     A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call the base method and
     change its result.
 
     Args:
-        refresh_rate: minimum number of batches between two drawings; 0 shows nothing. The environment variable
+        refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The environment variable
             ``TQDM_MINITERS`` can raise this number. Bars are drawn at most ten times a second.
         process_position: number of lines to leave free above the bars, for runs that share a terminal.
         leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
@@ -93,22 +93,22 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def train_progress_bar(self) -> tqdm:
-        """The tqdm bar that shows training."""
+        """The tqdm bar for training."""
         return self._drawn("train")
 
     @property
     def val_progress_bar(self) -> tqdm:
-        """The tqdm bar that shows validation or the sanity check."""
+        """The tqdm bar for validation and for the sanity check."""
         return self._drawn("validate", "sanity_check")
 
     @property
     def test_progress_bar(self) -> tqdm:
-        """The tqdm bar that shows testing."""
+        """The tqdm bar for testing."""
         return self._drawn("test")
 
     @property
     def predict_progress_bar(self) -> tqdm:
-        """The tqdm bar that shows prediction."""
+        """The tqdm bar for prediction."""
         return self._drawn("predict")
 
     def _drawn(self, *stages: str) -> tqdm:
@@ -152,7 +152,7 @@ def _miniters() -> int:
 
 
 def _tqdm_class() -> Any:
-    """Return a tqdm class for this output that has no monitoring thread and does not measure speeds too early."""
+    """Return this output's tqdm class, changed to use no monitoring thread and not to measure speeds too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:

@@ -103,7 +103,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the averages into the module and keep its current weights. Does nothing before the first update."""
+        """Put the averages, if there are any, into the module and keep its current weights for :meth:`hide`."""
         if self.held is None and self.n_averaged:
             pairs = list(zip(self._places, self._averages, strict=True))
             with torch.inference_mode(False):
@@ -113,7 +113,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Restore the weights that :meth:`show` kept. Safe to call again, even after an interruption."""
+        """Restore the weights that :meth:`show` kept. Can be called again if interrupted."""
         if self.held is not None:
             for (owner, key), weight in zip(self._places, self.held, strict=True):
                 owner[key].copy_(weight)
@@ -128,7 +128,7 @@ class WeightAverage:
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the kept current weights in the same form as :meth:`average_state`; empty if none are kept."""
+        """Return the weights that :meth:`show` kept, in the form of :meth:`average_state`; empty if it kept none."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))

@@ -41,7 +41,7 @@ def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
 
 
 def beside(target: Location, name: str) -> Path:
-    """Return the path to write to first: in the same folder, or in the temporary folder (TMPDIR) for an upload."""
+    """Return where to write before ``target`` is replaced: in its folder, or in TMPDIR if ``target`` is a URL."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
@@ -83,8 +83,8 @@ def _rename(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, replacing any existing file or folder.
 
     A file replaces a file in one step, with an ordinary rename. If one of them is a folder, the two swap names, which
-    is a single step on Linux. On other systems, the old one is renamed first, and a crash right after that leaves it
-    under its hidden name.
+    is a single step on Linux. On other systems, ``target`` is first renamed to a hidden name, and a crash right after
+    that leaves it there.
     """
     if not target.is_dir() and not temporary.is_dir():
         temporary.replace(target)
@@ -101,7 +101,10 @@ def _rename(temporary: Path, target: Path) -> None:
 
 
 def _rename_new(temporary: Path, target: Path) -> None:
-    """Rename to a name that must be free, in one step on Linux or with hard links; otherwise, check the name first."""
+    """Rename ``temporary`` to ``target``, which must not exist.
+
+    On Linux, or with hard links, this is one atomic step. Otherwise, the name is checked before the rename.
+    """
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
         if problem == errno.EEXIST:

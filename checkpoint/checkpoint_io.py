@@ -70,8 +70,8 @@ class TorchCheckpointIO(CheckpointIO):
             raise ValueError(
                 f"save_checkpoint does not support storage_options={storage_options!r}. Storage options come from the "
                 "environment and fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every process that "
-                "reads the checkpoint finds them. Leave the argument out, or pass a CheckpointIO that uses it in "
-                "Trainer(plugins=[...])."
+                "reads the checkpoint finds them. Leave the argument out, or pass a CheckpointIO that supports "
+                "it: Trainer(plugins=[...])."
             )
         single_file.write(checkpoint, path)
 

@@ -1,4 +1,4 @@
-"""Make plain data of the contents of a file that was pickled with objects."""
+"""Convert the contents of a file that was pickled with objects to plain data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from . import objects
 
 
 def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return what a file holds as a checkpoint of plain data, and the objects that have no plain form.
+    """Convert a file's contents to a checkpoint of plain data; also return the names of objects with no plain form.
 
-    A module becomes its ``state_dict``. Namespaces become dicts, numpy arrays tensors. In a checkpoint, other objects
-    go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
+    A module becomes its ``state_dict``, a Namespace becomes a dict, and a numpy array becomes a tensor. In a
+    checkpoint, other objects go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
 
     Raises:
-        TypeError: a file that is not a checkpoint contains something that is no plain data; the message says where.
+        TypeError: if the file contains neither a dict nor a module, or an object cannot be pickled.
     """
     if isinstance(contents, nn.Module):
         return {"state_dict": contents.state_dict()}, []
@@ -37,7 +37,7 @@ def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plainer(value: Any) -> Any:
-    """Return ``value`` with dicts for Namespaces and tensors for arrays, also inside dicts, lists and tuples."""
+    """Replace Namespaces with dicts and numpy arrays with tensors, also inside dicts, lists and tuples."""
     if isinstance(value, Namespace):
         return _plainer(vars(value))
     numpy = sys.modules.get("numpy")

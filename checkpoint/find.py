@@ -48,7 +48,7 @@ def _best(run: Run) -> Location | None:
 
 
 def _newest(run: Run, word: str, fn: str) -> Location | None:
-    """Return the newest valid checkpoint in the folders this run saves to; for a fit, one that it can resume from."""
+    """Return the newest valid checkpoint in this run's folders; a fit skips those that contain only weights."""
     own, earlier = _folders(run)
     folders = own + earlier
     chosen, passed_over = newest_valid(_checkpoints(run, folders), fn)
@@ -169,8 +169,7 @@ def _savers(run: Run) -> list[Any]:
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
     """Return the folders that callbacks save to and, if one is (or will be) the default folder, earlier runs' folders.
 
-    This does not settle this run's own folders yet, because a resumed fit uses the logger folders of the run that it
-    resumes.
+    This must not create this run's own folders, because a resumed fit uses those of the run that it resumes.
     """
     root = run.trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(run)]

@@ -70,8 +70,8 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder, so this run cannot resume from them, because "
-                    "both would train the same steps. Wait for the other run to end, stop it, or use a different "
+                    "Another run is writing checkpoints to this folder. This run cannot resume from them, because "
+                    "both runs would train the same steps. Wait for the other run to end, stop it, or use a different "
                     "folder for this run (default_root_dir, dirpath). Folder",
                     folder,
                 ) from None

@@ -25,11 +25,12 @@ _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed"
 
 @contextmanager
 def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments``, not the real ones.
+    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments``, not those of ``__init__``.
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own arguments.
-        arguments: plain data; the real arguments may be objects that a checkpoint cannot store.
+        arguments: plain data that describes the arguments of ``__init__``, which may be objects that a checkpoint
+            cannot store.
     """
     token = _parsed.set((cls, arguments))
     try:
@@ -102,8 +103,8 @@ class HyperparametersMixin:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
         Without ``args``, all arguments are stored, including those of every subclass or base class whose ``__init__``
-        is running (a subclass's value wins). Calls in a subclass and in its base class add up. Each argument is stored
-        with its value at the time of the call.
+        is running (a subclass's value wins). If a subclass and its base class both call this method, the arguments of
+        both calls are stored. Each argument is stored with its value at the time of the call.
 
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
@@ -269,9 +270,9 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
     modules = [key for key, value in hparams.items() if _is_module(value)]
     if modules:
         messages.warn_once(
-            f"The hyperparameters of {owner} contain a module under {messages.names(modules, 'and')}. Its weights are "
-            "already in the state_dict, and a hyperparameter file cannot store it. "
-            f"Leave it out with self.save_hyperparameters(ignore={modules!r})."
+            f"These hyperparameters of {owner} are modules: {messages.names(modules, 'and')}. Their weights are "
+            "already in the state_dict, and a hyperparameter file cannot store modules. "
+            f"Exclude them with self.save_hyperparameters(ignore={modules!r})."
         )
 
 

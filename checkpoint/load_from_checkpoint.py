@@ -30,7 +30,7 @@ def load_from_checkpoint(
 ) -> Any:
     """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
-    The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
+    This does not change any random state. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
         ValueError: if the file is not a checkpoint, or names code to run.
@@ -133,13 +133,12 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             "weights_only=False)."
         )
     if lacking:
-        held = f"({', '.join(saved)})" if saved else "(it has none)"
+        held = f"({', '.join(saved)})" if saved else "(there are none)"
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
             kept = "use plain data that a checkpoint can store instead, such as a name or numbers to build it from"
         raise TypeError(
-            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
-            f"checkpoint's hyperparameters {held}. Pass it to {cls.__name__}.load_from_checkpoint(path, {again}), or "
-            f"{kept}."
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, missing from the checkpoint's "
+            f"hyperparameters {held}. Call {cls.__name__}.load_from_checkpoint(path, {again}), or {kept}."
         )

@@ -31,8 +31,8 @@ def gather(run: Run) -> dict[str, Any]:
 def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
     """If possible, let the loggers continue the logs of the run that wrote a checkpoint.
 
-    Every rank must call this, before folders are used; rank 0 decides. A run that resumes from a checkpoint other than
-    its newest becomes a new run with new folders, unless the user chose its folder.
+    Every rank must call this before the loggers create folders; rank 0 decides for all ranks. Resuming from a
+    checkpoint other than a run's newest starts a new run with new folders, unless the user chose the folder.
     """
 
     def look() -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """The subfolder that holds the files of a checkpoint folder. Except at remote URLs, this is ``""``."""
+        """The subfolder that holds the files of a remote checkpoint folder; ``""`` for a local one."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 

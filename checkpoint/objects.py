@@ -1,4 +1,4 @@
-"""Checkpoint values that are not plain data, which are pickled into a section that is opened only for trusted files.
+"""Pickle checkpoint values that are not plain data into a separate section, opened only for trusted files.
 
 Unpickling runs code named in the file (https://docs.python.org/3/library/pickle.html). A safe load reads the section as
 bytes and never unpickles it.

@@ -72,8 +72,7 @@ class RunFiles:
 
         Args:
             path: path of the file.
-            remove: function that deletes a file that a CheckpointIO wrote in its own format. Such a file is recognized
-                by its path alone.
+            remove: function that deletes files in a CheckpointIO's own format, for which only the folder is checked.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return

@@ -1,4 +1,4 @@
-"""What a pickled file would run if it was loaded, found without running any of it."""
+"""Find out which code a pickled file would run when loaded, without running any of it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import IO, Any
 
 import torch
 
+from ..torch_private import REBUILD_TENSORS
+
 #: How a name is used.
 CALLS, CREATES, REFERS = "calls", "creates", "refers to"
-#: Pickles of the formats before zip files: a magic number, the version, facts about the system, and the contents.
+#: Number of pickles in a file from before the zip format: magic number, version, system information and contents.
 _PICKLES = 4
-#: Names that rebuild the other objects, which are listed themselves.
+#: Functions that create an object of the class in their first argument, which is recorded instead of the function.
 _BUILDERS = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
 
-#: Modules that files of old protocols call by their names of Python 2.
+#: Modules that old pickle protocols call by their Python 2 names.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_OF_TENSORS = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.serialization.", "torch.nn.parameter.")
 _PLAIN = {
     *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
+    *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch.nn.parameter.Parameter"),
     *("builtins.object", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray"),
     *_BUILDERS,
 }
 
 
 def uses(file: IO[bytes]) -> dict[str, str]:
-    """What loading a file would do with each name of code that it contains: call, create or refer to it.
+    """Return how loading a file would use each function and class that it names.
 
     Returns:
-        One of :data:`CALLS`, :data:`CREATES` and :data:`REFERS` by the full name; empty if the file is plain data.
+        :data:`CALLS`, :data:`CREATES` or :data:`REFERS` by full name; empty if the file contains only plain data.
     """
     found: dict[str, str] = {}
     zipped = _zipped(file)
@@ -49,9 +51,14 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name only builds tensors and plain data, such as ``torch._utils._rebuild_tensor_v2``."""
-    if name.startswith("torch."):
-        return name.count(".") == 1 or name.startswith(_OF_TENSORS)
+    """Return True if a name only builds tensors or plain data, such as ``torch.FloatStorage`` or ``torch.float32``."""
+    module, _, last = name.rpartition(".")
+    if module == "torch":
+        kinds = torch.dtype, torch.layout, torch.memory_format
+        value = getattr(torch, last, None)
+        return last.endswith(("Storage", "Tensor")) or last in ("Size", "device") or isinstance(value, kinds)
+    if name.startswith(REBUILD_TENSORS):
+        return True
     allowed = torch.serialization.get_safe_globals()
     return name in _PLAIN or name in (
         one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in allowed
@@ -59,7 +66,7 @@ def _is_plain(name: str) -> bool:
 
 
 class _Kind(type):
-    """A class that stands for a name: it notes how the file uses it, and does nothing else."""
+    """Metaclass of the stand-ins, which only record how the file uses the name that they stand for."""
 
     name: str
     found: dict[str, str]
@@ -109,4 +116,4 @@ class _Reader(pickle.Unpickler):
         return _Kind(name, (_StandIn,), {"name": full, "found": self._found})
 
     def persistent_load(self, pid: Any) -> None:
-        """Leave out a tensor's storage."""
+        """Skip a tensor's storage."""

@@ -20,8 +20,7 @@ def plain(value: Any, where: str) -> Any:
     """Convert ``value`` to data that a file can store without naming code; return it as it is if nothing has to change.
 
     Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
-    Converted: numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and
-    list.
+    Converted: numpy scalars to Python numbers, paths to strings, and subclasses of str, dict and list to these types.
 
     ``where`` is the name of ``value`` in the error message, for example ``"callbacks['EMA']"``.
 

@@ -18,8 +18,8 @@ from ..torch_private import unsaved_buffers
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
     """Return the saved entry that this rank resumes from: its own, or that of the rank with the same share of the data.
 
-    Returns None if there is no such entry. ``alike``: whether the resumed run has the same number of ranks, and of
-    shares of the data, as the saved run.
+    Returns None if there is no such entry. ``alike``: whether the resumed run has as many ranks, and splits the data
+    into as many shares, as the saved run.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
@@ -33,10 +33,9 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """If anything was derived instead of restored, print one message that lists it.
+    """Print one message that lists everything that was derived instead of restored, if there is anything.
 
-    ``alike``: whether the run has the same ranks as the saved run. ``then`` and ``now``: the number of ranks in the
-    saved run and in this run.
+    ``alike``: as in :func:`entry_of`. ``then`` and ``now``: the number of ranks in the saved run and in this run.
     """
     if derived:
         other = f" was written on {_count(then)} and this run has {_count(now)}, so it"

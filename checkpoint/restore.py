@@ -59,8 +59,7 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
 
-    ``advice`` is a sentence that says how to fix weights that do not fit; None uses the advice for a
-    ``TrainingModule``.
+    ``advice`` says how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
 
     Raises:
         RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.
@@ -90,7 +89,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """Return a second piece of advice if it helps: if all shapes match, so that only names can differ."""
+    """Return the advice to load only matching weights; empty if shapes differ, because loading would still fail."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""

@@ -81,8 +81,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file and sync it to disk.
 
-    Tensors that share storage are copied, because the format does not allow shared storage. ``metadata`` is added to
-    the file header.
+    Tensors that share storage are copied, as the format requires. ``metadata`` is added to the file header.
     """
     from safetensors.torch import save_file
 
@@ -100,7 +99,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 
 
 def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Return the first tensor's offset in a file written by safetensors 0.4 to 0.8 without padding; 0 if unknown."""
+    """Return where the first tensor would start without padding (safetensors 0.4 to 0.8); 0 if unknown."""
     entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
     order, end = list(_KINDS), 0
     if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():

@@ -103,7 +103,7 @@ def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> 
 
 
 def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
-    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none keeps waiting."""
+    """Call ``work`` on every process; if it fails on one, raise on all, so that none waits forever for the others."""
     problem: Exception | None = None
     result: Any = None
     try:

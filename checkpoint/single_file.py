@@ -63,10 +63,10 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
 
 
 class _File(io.FileIO):
-    """An unbuffered file. A process forked during a write could write the contents of a buffer a second time.
+    """An unbuffered file.
 
-    Data loader workers are such processes: they have a copy of this process's memory, and they close its files when
-    they exit.
+    A data loader worker forked during a write has a copy of this process's memory. With a buffer, it would write the
+    buffer's contents a second time when it exits and closes its files.
     """
 
     def write(self, data: Any) -> int:

@@ -288,7 +288,7 @@ def remove(path: str | Location) -> None:
 
 
 def remove_all(files: Iterable[Remote]) -> None:
-    """Delete files, starting with the manifest, because the files without it do not count as a checkpoint."""
+    """Delete files, starting with the manifest, because a folder without a manifest is not a checkpoint."""
     for found in sorted(files, key=lambda one: one.name != "manifest.json"):
         found.unlink(missing_ok=True)
 

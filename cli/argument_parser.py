@@ -173,7 +173,7 @@ class ArgumentParser(_Base):
 
 @cache
 def class_of(owner: Any) -> Any:
-    """Return a class unchanged; for a function that returns an instance, the class that jsonargparse builds from it."""
+    """Return a class unchanged; for a function that returns an instance, return jsonargparse's class for it."""
     if isinstance(owner, type) or not callable(owner):
         return owner
     made = class_from_function(owner)

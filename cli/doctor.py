@@ -76,10 +76,10 @@ def check(arguments: Namespace) -> None:
     """Check the arguments before anything runs."""
     if arguments.steps < 10:
         raise ValueError(
-            f"--steps {arguments.steps} is too few, because the first 3 steps do not count. Use 10 or more."
+            f"--steps {arguments.steps} is too few, because the first 3 steps are not measured. Use 10 or more."
         )
     if arguments.only is not None and not arguments.tries:
-        raise ValueError(f"--only {arguments.only} selects changes for --try. Add --try, or remove --only.")
+        raise ValueError(f"--only {arguments.only} has no effect without --try. Add --try, or remove --only.")
     if arguments.num_processes is not None and arguments.num_processes < 1:
         raise ValueError(f"--num_processes {arguments.num_processes} is invalid. Use 1 or more.")
 

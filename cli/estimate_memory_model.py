@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Size(tuple[int, int, bool]):
-    """A tensor's number of elements, bits per element, and whether it is floating-point and so can be converted."""
+    """A tensor's number of elements, bits per element, and whether it is floating-point and therefore convertible."""
 
     def bytes(self, bits: int | None = None) -> int:
         """Return the size in bytes. If ``bits`` is given, floating-point values are converted to that many bits."""
@@ -290,7 +290,7 @@ def _of_factory(place: str, name: str, wish: Wish) -> Source:
     asked = {"batch_size": wish.batch_size, "sequence_length": wish.sequence_length}
     given = {key: value for key, value in asked.items() if key in takes and value is not None}
     if wish.sequence_length is not None and "sequence_length" not in takes:
-        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add the parameter.")
+        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add it to the function.")
     with without_memory():
         made = factory(**given)
     module, batch, loss = (*made, None, None)[:3] if isinstance(made, (tuple, list)) else (made, None, None)

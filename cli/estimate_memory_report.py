@@ -205,7 +205,7 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str)
 
 @dataclass
 class Verdict:
-    """Describes what fits, or else which alternatives would fit."""
+    """Describes what fits or, if nothing does, which alternatives would."""
 
     report: Report
     trainings: Trainings
@@ -276,7 +276,7 @@ class Verdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Double the number of processes until training fits with its state sharded; return None if it never does."""
+        """Return a number of processes (found by doubling) for which sharded training fits; None if none is enough."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

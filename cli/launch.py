@@ -40,19 +40,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_flags(parser)
 
 
-def run(arguments: Namespace) -> int:
-    """Start the processes, wait for them, and return the script's exit status."""
+def run(arguments: Namespace, replace: bool = True) -> int:
+    """Start the processes, wait for them, and return the script's exit status.
+
+    ``replace`` says whether the script may replace this process, if it runs in a single one.
+    """
     refuse(arguments)
     _leave_outer_launch()
     script = find_script(arguments)
     settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline launch")
-    return start(script, settings, arguments)
+    return start(script, settings, arguments, replace)
 
 
-def start(script: Script, settings: Settings, arguments: Namespace) -> int:
+def start(script: Script, settings: Settings, arguments: Namespace, replace: bool = True) -> int:
     """Run a script with the given settings.
 
-    ``arguments`` holds the flags that are not settings.
+    ``arguments`` holds the flags that are not settings; ``replace`` is the same as for :func:`run`.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -64,7 +67,7 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     say = _Announcement(plan, settings, arguments.quiet)
     if plan.is_one and not arguments.log_dir and not settings["max_restarts"]:
         say.chosen()
-        return _replace(script.alone())
+        return _replace(script.alone()) if replace else subprocess.call(script.alone())
     from ..processes import launch, launched_worker
     from ..processes.torch_elastic import Options
 
@@ -230,7 +233,7 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
     if asked % machines:
         raise ValueError(
             f"{where} is {asked}, which cannot be divided evenly among {machines} machines. Use a multiple of "
-            f"{machines}, because the number counts the processes on all machines."
+            f"{machines}, because the number includes the processes on all machines."
         )
     local = asked // machines
     if gpus and local > gpus:

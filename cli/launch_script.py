@@ -84,7 +84,7 @@ def _existing(target: str) -> str:
 
 
 def point_out_config(script: Script) -> None:
-    """Point out a ``--config`` after a script that seems not to read it. Flags for the launcher precede the script."""
+    """Point out a ``--config`` after a script that does not seem to read it, as it may be meant for the launcher."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])

@@ -89,12 +89,12 @@ def _parser(command: str | None) -> ArgumentParser:
         if name == command:
             module = import_module(f".{name.replace(' ', '.').replace('-', '_')}", __package__)
             module.add_arguments(parser)
-            _accept_both_spellings(parser)
+            accept_both_spellings(parser)
             parser.set_defaults(run=module.run, command=name, flags=list(parser._option_string_actions))
     return top
 
 
-def _accept_both_spellings(parser: ArgumentParser) -> None:
+def accept_both_spellings(parser: ArgumentParser) -> None:
     """Accept ``--some-flag`` for ``--some_flag`` and vice versa; help shows only the declared spelling."""
     for written, action in list(parser._option_string_actions.items()):
         if written.startswith("--"):

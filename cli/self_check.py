@@ -1,4 +1,4 @@
-"""The checks that ``paceline test`` runs in each process: does this machine train correctly as configured?"""
+"""The checks that ``paceline test`` runs in each process, to find out if training works as configured."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_data(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_training(accelerator: Accelerator) -> Iterable[str]:
-    """Check that a few updates give the same result as one process with all the data, without Paceline."""
+    """Check that a few updates give the same weights as plain PyTorch in a single process on all the data."""
     x, y, model = _task(accelerator)
     alone = copy.deepcopy(model)
     trained = _train(accelerator, model, x, y)

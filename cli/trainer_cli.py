@@ -270,7 +270,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: ArgumentParser) -> None:
-        """Link each optimizer and scheduler that was added with ``link_to`` to the argument named there."""
+        """Link each optimizer and scheduler that was added with ``link_to`` to the argument that ``link_to`` names."""
         for key, (chosen, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 make = None if isinstance(chosen, tuple) else partial(with_class_path, chosen)
@@ -388,7 +388,7 @@ class TrainerCLI:
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Build the return value of the module's ``configure_optimizers`` when the user has chosen an optimizer.
 
-        Override this to change that value.
+        Override this method to change the return value.
 
         Args:
             lightning_module: the module.
@@ -472,7 +472,7 @@ class _Keeping:
             return class_type(*args, **kwargs)
 
     def _parsed(self, links: dict[str, Any]) -> dict[str, Any]:
-        """Return the object's part of the config as plain data, including values that links set."""
+        """Return the object's part of the config as plain data, including values set by linked arguments."""
         import yaml
 
         cli = self.cli
@@ -490,7 +490,7 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and scheduler when the Trainer needs them, because only then are the parameters final."""
+    """Create the optimizer and scheduler when the Trainer needs them, because the parameters are not final earlier."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 

@@ -39,7 +39,7 @@ def install(*names: str) -> None:
 
 
 def install_from_environment() -> None:
-    """:func:`install` the packages listed in the environment variable ``PACELINE_STANDS_IN``."""
+    """Call :func:`install` for the packages listed in the environment variable ``PACELINE_STANDS_IN``."""
     install(*(name for name in map(str.strip, os.environ.get(VARIABLE, "").split(",")) if name))
 
 

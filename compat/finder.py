@@ -53,7 +53,7 @@ class Package:
         constants: values for names that Paceline itself does not use.
         aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
-        distributions: names that ``importlib.metadata`` finds installed.
+        distributions: distribution names that ``importlib.metadata`` reports as installed.
         fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN.
         on_import: called when the first module is imported.
         homepage: the homepage in the metadata.
@@ -118,7 +118,7 @@ class Alias(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name both here and in Paceline's module, so that a test can replace (mock) it.
+        """Set a name both in this module and in Paceline's, so that a test can replace (mock) it.
 
         Importing a submodule does not hide a function of the same name.
         """
@@ -178,7 +178,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the distributions that ``importlib.metadata`` reads."""
+        """Return the package's distribution that ``context`` names, for ``importlib.metadata``."""
         wanted = _normal(getattr(context, "name", None) or "")
         return [Metadata(name, self.package) for name in self.package.distributions if _normal(name) == wanted]
 
@@ -223,7 +223,7 @@ def placeholder(name: str, why: str) -> type:
     """Create a class that works in ``isinstance`` and as a base class; calling it raises NotImplementedError.
 
     Args:
-        name: the class's name, which Paceline does not have.
+        name: the class's name in the replaced package.
         why: the rest of the error message after the name, without a period.
     """
     return _Placeholder(name, (), {"why": f"{name} {why}."})

@@ -41,8 +41,8 @@ class Batches:
             a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
         skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
             DataLoader skips them without loading anything; other loaders fetch and discard them.
-        seed: number from which, together with each batch's index, workers that load by index seed their random states;
-            None keeps torch's seeding.
+        seed: number that, combined with each batch's index, seeds the random states of workers that load by index; None
+            keeps torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
         prepare: with ``lookahead``, called before the first batch is fetched.
 
@@ -102,7 +102,7 @@ class Batches:
         return self._iterator
 
     def close(self) -> None:
-        """Stop an unfinished pass: end its worker processes (unless they are persistent) and close its generators."""
+        """Stop iterating: end the loader's worker processes (unless they are persistent) and close its generators."""
         iterator, source = self._iterator, self._source
         self._iterator = self._source = None
         if isinstance(iterator, Generator):
@@ -219,7 +219,7 @@ class HandOver:
         return self._batches.exhausted
 
     def close(self) -> None:
-        """Stop an unfinished pass."""
+        """Stop iterating."""
         self._batches.close()
 
     def __iter__(self) -> Iterator[HandOver]:

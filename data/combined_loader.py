@@ -162,7 +162,7 @@ class CombinedLoader:
                 close_iterator(one.iterator)
 
     def reset(self) -> None:
-        """Stop earlier passes and shut down persistent workers."""
+        """Stop earlier iterations and shut down persistent workers."""
         for loader in self._flattened:
             end_persistent_workers(loader)
 

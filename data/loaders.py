@@ -131,9 +131,9 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the loader, its samplers and its dataset, and note the states of the user's generators.
+    """Call ``set_epoch`` on the loader, its samplers and its dataset, and record the user's generators' states.
 
-    Call it before each epoch: a resumed epoch begins with the noted states.
+    Must be called before each epoch, because a resumed epoch begins with the recorded states.
     """
     for leaf in leaves_of(loader):
         for generator in _generators(leaf):

@@ -238,7 +238,7 @@ def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Itera
 
 
 def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
-    """Return True if reading an iterator to its end never runs user code past its length."""
+    """Return True if reading an iterator to its end runs no user code past the loader's length."""
     if takes_indices(loader):
         return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
     return type(dataset_iterator(iterator)) in RUN_NOTHING
@@ -288,10 +288,10 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     """Return a loader's iterator, starting at batch number ``start`` as if the batches before it had been read.
 
     Args:
-        loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
+        loader: a loader for which :func:`can_jump` is True; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: number from which, together with each batch's index, workers that load by index seed their random states;
-            None leaves the random states unchanged.
+        seed: number that, combined with each batch's index, seeds the random states of workers that load by index; None
+            leaves the random states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)
@@ -313,10 +313,10 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Advance a loader's generators as a full pass would, without loading anything.
+    """Advance a loader's generators as a full pass over the data would, without loading anything.
 
     Args:
-        loader: a loader that :func:`can_jump`.
+        loader: a loader for which :func:`can_jump` is True.
         first: whether this is the first pass, which is the only one that seeds persistent workers.
         limit: number of batches after which the pass ends; by then, workers have already received a few more.
     """

@@ -52,7 +52,7 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
     the mean loss of the last batch by :func:`last_share`, so that the mean over processes is the mean over samples.
     ``drop_last=True`` drops samples that do not fill a batch on every process.
 
-    Batches that are not collected from a sampler's single samples (a custom ``batch_sampler``, ``batch_size=None``, a
+    Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
     because they may already be this process's part. If workers read an iterable dataset, each worker has its own stream
     with its own end, and only the end of the last stream is weighted exactly.

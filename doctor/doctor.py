@@ -1,4 +1,4 @@
-"""``Trainer(profiler="doctor")``: measures how each rank spends the time of a step."""
+"""``Trainer(profiler="doctor")``: measures how each rank spends its time in a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _END = object()
 
 #: Number of hooks whose times are kept, slowest first.
 MOST_HOOKS = 20
-#: Steps in which every operator is recorded. These are warmup steps, which do not count.
+#: Steps in which every operator is recorded. These are warmup steps, which are not counted.
 WATCHED = (1, 2)
 
 _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
@@ -95,7 +95,7 @@ class Doctor(Profiler):
             device and batches that are too small. Recording makes these two steps several times slower.
 
     Attributes:
-        report: the report, on rank 0 after a fit; None if the fit ended before any counted step.
+        report: the report, on rank 0 after a fit; None if the fit ended during the warmup.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Doctor(Profiler):
             self.begin(TrainerSubject(trainer))
 
     def begin(self, subject: TrainerSubject | Wiring) -> None:
-        """Start measuring. This is called right before the first step."""
+        """Start measuring. Called right before the first step."""
         self.subject = subject
         if subject.strategy.device.type == "cuda":
             self.device_clock = DeviceClock()

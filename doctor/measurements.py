@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
 
-#: Number of warmup steps, which do not count.
+#: Number of warmup steps, which are not counted.
 WARM_UP = 3
 #: Maximum number of points in the step time chart.
 MOST_POINTS = 2000

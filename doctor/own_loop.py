@@ -114,7 +114,7 @@ class Wiring:
 
     @property
     def loader(self) -> Any:
-        """The loader of the last training pass."""
+        """The loader that was last used for training."""
         loaders = self.accelerator.prepared.loaders
         return self._trained or (loaders[0] if loaders else None)
 

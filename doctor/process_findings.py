@@ -20,7 +20,7 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that even the slowest rank, which waits for no other rank, waits for gradients."""
+    """Return the seconds per step that the slowest rank waits for gradients; it waits for no other rank."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
@@ -30,7 +30,7 @@ def _some_are_missing(case: Case) -> bool:
 
 
 def model_too_small(case: Case) -> Finding | None:
-    """Report that one process alone would be faster."""
+    """Report that a single process would be faster than all processes together."""
     n = case[0].world_size
     wait, compute = _on_the_way(case), max(facts.compute for facts in case)
     if n < 2 or _some_are_missing(case) or not compute or wait <= (n - 1) * compute:

@@ -96,7 +96,7 @@ class Report:
         return "\n".join(lines).rstrip()
 
     def scaling(self) -> str:
-        """Return a sentence about the scaling efficiency, or an empty string if one process alone was not tried."""
+        """Return a sentence about the scaling efficiency, or an empty string if no run of one process was tried."""
         count = self.ranks[0].world_size
         alone = next((row.get("samples_per_second") for row in self.trials if "one process" in row["what"]), None)
         together = self.trials[0].get("samples_per_second") if self.trials else None

@@ -1,6 +1,6 @@
 """The plan that ``paceline doctor`` passes in an environment variable to the script that it runs.
 
-Imports only the standard library, because every Trainer and Accelerator checks it once.
+This module imports only the standard library, because every Trainer and Accelerator uses it to look for a plan.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ MOST_ROWS = 20_000
 
 
 class Clock:
-    """Counts seconds for the current part; a nested part interrupts the outer part.
+    """Counts seconds for the current part; time in a nested part is not counted for the outer part.
 
     Attributes:
         totals: seconds by part since the start, followed by the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
         hooks: seconds by hook name.
-        marks: in steps measured on the device, a function that records there when each part begins
-            (:class:`.device_clock.DeviceClock`); otherwise None.
+        marks: in steps measured on the device, the function (:class:`.device_clock.DeviceClock`) that records on the
+            device when each part begins; otherwise None.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")
@@ -97,7 +97,7 @@ class Clock:
         return timed
 
     def _alone(self, index: int, function: Callable[..., T]) -> Callable[..., T]:
-        """Return a version of ``function`` that is timed as a part that nested parts do not interrupt."""
+        """Wrap ``function`` so that its full duration, including timed parts inside it, counts toward one part."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             if self.held:
@@ -128,7 +128,7 @@ class Clock:
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """End the run. If a step is unfinished, only its validations and checkpoints count."""
+        """End the run. Of an unfinished step, only validations and checkpoints are counted."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

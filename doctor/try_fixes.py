@@ -14,7 +14,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the name, description and plan of each change worth trying; only loader changes in a user's own loop."""
+    """Yield the name, description and plan of each change worth trying; for a user's own loop, only loader changes."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:

@@ -1,4 +1,4 @@
-"""Watches other than the clock: lines that wait for the device, operators, garbage collection, compilation."""
+"""Watch what the step clock cannot time: waits for the device, operators, garbage collection, compilation."""
 
 from __future__ import annotations
 

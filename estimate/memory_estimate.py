@@ -96,23 +96,24 @@ def estimate_memory(
     """Estimate the memory needed for training by running two steps on tensors that have shapes but no memory.
 
     Forward, backward and update run as they would under the strategy and the precision, and gradients are cleared after
-    the update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP counts as one process plus
-    its buckets, which are a copy of all gradients (no copy with ``gradient_as_bucket_view``). The estimate excludes the
-    process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside library operations, allocator
-    fragmentation, and the setup of the run.
+    the update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP is estimated as one process
+    plus its buckets, which are a copy of all gradients (no copy with ``gradient_as_bucket_view``). The estimate
+    excludes the process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside library operations,
+    allocator fragmentation, and the setup of the run.
 
     Args:
         module: a model or a ``TrainingModule``, possibly on the meta device; it is copied and not changed.
-        batch: one process's batch; if None, only weights, gradients and optimizer state are estimated.
+        batch: one process's batch; if None, only weights, gradients and optimizer state are estimated. A plain module
+            gets a mapping as keyword arguments, and a tuple or list as positional arguments.
         optimizer: a name in ``torch.optim``, or a function that creates an optimizer from parameters; None uses
             ``configure_optimizers``, or AdamW for a plain module.
         loss: ``loss(module, batch)``; None uses ``training_step``, or else the output's ``loss``, or else the mean of
-            the outputs (a mapping is passed to the module by name, a tuple in order).
+            the outputs.
         precision: same as in ``Trainer(precision=...)``.
         strategy: ``"single_device"``, ``"ddp"``, ``"fsdp"``, ``"fsdp_cpu_offload"``, or a ``DDPStrategy`` or
             ``FSDPStrategy``.
         num_processes: number of processes for DDP and FSDP.
-        accumulate_grad_batches: number of micro-batches in a window.
+        accumulate_grad_batches: number of micro-batches per optimizer step.
         activation_checkpointing: True recomputes the repeated blocks; or a value that ``FSDPStrategy`` accepts.
         device: device whose kernels are simulated; without a GPU, estimates for a GPU use the CPU's kernels.
 
@@ -209,7 +210,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         return _Plan("ddp", SingleDevice(device, chosen), checkpointing, True, buckets=True, views=views)
     if type(found) is not FSDPStrategy:
         raise ValueError(
-            f"estimate_memory: strategy={type(found).__name__} cannot be estimated. Pass a DDPStrategy, an "
+            f"estimate_memory does not support strategy={type(found).__name__}. Pass a DDPStrategy, an "
             f"FSDPStrategy, or a name: {messages.names(_NAMES)}."
         )
     offload = isinstance(found.offload, CPUOffloadPolicy)
@@ -288,7 +289,7 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
-    """Return the block or layer with the most bytes, which is the largest unit that is not split between devices.
+    """Return the name and size of the largest block or layer, which must fit on one device.
 
     Args:
         sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``. A parameter whose

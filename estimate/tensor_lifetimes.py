@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Records when storages are created, resized and freed. Enter it inside FakeTensorMode.
+    """Records when storages are created, resized and freed. Use it inside FakeTensorMode.
 
     Tensors have no values here, so reading a value (``.item()``, ``if tensor:``) returns a placeholder (False, 1 or
     1.0, depending on the dtype) and sets ``guessed``.

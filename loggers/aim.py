@@ -1,4 +1,4 @@
-"""``AimLogger``: logs a run to a repository of Aim."""
+"""``AimLogger``: logs a run to an Aim repository."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .service import ServiceLogger
 class AimLogger(ServiceLogger):
     """Log a run to Aim: a local repository, or a server with ``repo="aim://..."``.
 
-    The run is closed at the end of each fit, test, ...; further values still go to it. A resumed fit continues the run
-    that wrote the checkpoint; Aim replaces the values of steps that it has already.
+    The run is closed at the end of each fit, validation, test or prediction; values logged later are still added to it.
+    A resumed fit continues the run that wrote the checkpoint, and Aim replaces the values of steps that it already has.
 
     Args:
-        repo: the folder that holds the repository ``.aim``, or a server; None means the current folder.
+        repo: the folder that contains the repository ``.aim``, or a server; None means the current folder.
         experiment: the experiment.
         run_name: display name of the run.
         run_hash: the id of a run to continue.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
-        **kwargs: of ``aim.Run``: ``system_tracking_interval``, ``log_system_params``, ``capture_terminal_logs``, ...
+        **kwargs: other arguments of ``aim.Run``, such as ``system_tracking_interval``, ``log_system_params`` or
+            ``capture_terminal_logs``.
     """
 
     package = "aim"
@@ -45,12 +46,12 @@ class AimLogger(ServiceLogger):
         self._init = kwargs
 
     def log_image(self, key: str, image: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log an image (an array or a PIL image); ``kwargs`` are of ``aim.Image``."""
+        """Log an image (an array or a PIL image); ``kwargs`` are arguments of ``aim.Image``."""
         image, caption = image if isinstance(image, tuple) else (image, "")
         self.log_record({key: self._sdk().Image(image, caption=caption, **kwargs)}, step)
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Upload a file or folder, to the run's ``artifacts_uri`` or the folder ``artifacts`` in the repository."""
+        """Upload a file or folder to the run's ``artifacts_uri`` or to the repository's folder ``artifacts``."""
         run = self.experiment
         if run.artifacts_uri is None:
             run.set_artifacts_uri((Path(str(self._save_dir)).absolute() / "artifacts").as_uri())

@@ -153,7 +153,7 @@ class DummyLogger(Logger):
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate your logger's ``experiment``, so that ranks other than 0 get an object that ignores all calls."""
+    """Decorator for a logger's ``experiment``; ranks other than 0 get an object that ignores all calls."""
 
     @wraps(fn)
     def experiment(self: Any) -> Any:

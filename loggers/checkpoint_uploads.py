@@ -1,4 +1,4 @@
-"""Uploads of checkpoints, for loggers of services that store files."""
+"""Uploads checkpoints to services that store files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LogModel = Literal["all"] | bool
 
 
 class CheckpointUploads(Logger):
-    """Uploads each file that a ``ModelCheckpoint`` keeps, once for each time that it changes.
+    """Base class of loggers that upload each file that a ``ModelCheckpoint`` keeps, again whenever it changes.
 
     Args:
         log_model: when to upload: ``"all"``, True or False.
@@ -32,17 +32,17 @@ class CheckpointUploads(Logger):
 
     @abstractmethod
     def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
-        """Upload one file or folder, with plain data that describes it."""
+        """Upload one file or folder; ``about`` is plain data that describes it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the ``ModelCheckpoint``'s files: now with ``log_model="all"``, else at the end of the run."""
+        """Upload the callback's files: now with ``log_model="all"``, or at the end of the run with True."""
         if self._log_model == "all":
             self._upload_checkpoints(checkpoint_callback)
         elif self._log_model:
             self._checkpoint_callback = checkpoint_callback
 
     def _upload_the_rest(self) -> None:
-        """Upload what waits for the end of the run."""
+        """Upload the files that wait for the end of the run."""
         if self._checkpoint_callback is not None:
             self._upload_checkpoints(self._checkpoint_callback)
 

@@ -1,4 +1,4 @@
-"""``ClearMLLogger``: logs a run to a task of ClearML."""
+"""``ClearMLLogger``: logs a run to a ClearML task."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _STAGES = ("train", "val", "validation", "eval", "test", "predict")
 class ClearMLLogger(ServiceLogger):
     """Log a run to ClearML, or after ``clearml.Task.set_offline(True)`` to a folder for a later import.
 
-    If the program has a task already, the logger adds to that task and leaves it open. A task of its own stays open
-    after a successful fit, until the end of the program; a failed or interrupted one is closed. A resumed fit starts a
-    new task.
+    If the program already has a task, the logger adds to that task and leaves it open. Otherwise, the logger creates a
+    task and closes it when a fit fails or is interrupted, or else at the end of the program. A resumed fit starts a new
+    task.
 
-    A metric such as ``val_loss`` or ``val/loss`` is shown as the series ``val`` in the plot ``loss``; any other metric
-    as the series ``train``.
+    A metric such as ``val_loss`` or ``val/loss`` is shown as the series ``val`` in the plot ``loss``; a metric without
+    such a prefix is shown as the series ``train``.
 
     Args:
         project_name: the project.
-        task_name: the task; None means the project's name.
+        task_name: the task's name; None means the project's name.
         save_dir: the folder for checkpoints.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
-        **kwargs: of ``clearml.Task.init``: ``tags``, ``output_uri``, ``auto_connect_frameworks``, ...
+        **kwargs: other arguments of ``clearml.Task.init``, such as ``tags``, ``output_uri`` or
+            ``auto_connect_frameworks``.
     """
 
     package = "clearml"
@@ -73,7 +74,7 @@ class ClearMLLogger(ServiceLogger):
         self.experiment.upload_artifact(name or Path(path).name, artifact_object=os.fspath(path), wait_on_upload=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, because a task of an offline session cannot be opened again."""
+        """Return an empty dict, because a task from an offline session cannot be reopened."""
         return {}
 
     def _open(self) -> Any:
@@ -110,7 +111,7 @@ class ClearMLLogger(ServiceLogger):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the plot and the series of a metric."""
+    """Return the names of the plot and the series that show a metric."""
     for stage in _STAGES:
         for joint in "_/":
             if name.startswith(stage + joint):

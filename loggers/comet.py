@@ -17,23 +17,24 @@ from .service import ServiceLogger
 class CometLogger(ServiceLogger):
     """Log a run to Comet, or with ``online=False`` to archives ``<key>*.zip`` for ``comet upload``.
 
-    After a successful fit the experiment stays open, so that ``test`` can add to it, until the end of the program. A
-    failed or interrupted run is ended immediately.
+    After a successful fit, the experiment stays open until the end of the program, so that ``test`` can add to it.
+    After a failed or interrupted fit, it ends immediately.
 
-    A resumed fit continues the experiment that wrote the checkpoint, under its key. Offline it writes another archive
-    for that experiment, without the values that earlier archives in the folder have. Comet writes an archive when the
-    experiment ends, so an offline run that is killed leaves none.
+    A resumed fit continues the experiment that wrote the checkpoint, under its key. Offline, it writes another archive
+    for that experiment, without the values in the folder's earlier archives. Comet writes an archive when the
+    experiment ends, so an offline run that is killed leaves no archive.
 
     Args:
         api_key: the key of your account; None means Comet's own configuration.
         workspace: the workspace; None means your default workspace.
         project: the project; None means ``COMET_PROJECT_NAME``, or ``"paceline_logs"``.
-        experiment_key: the key of an experiment to continue, or for a new one.
+        experiment_key: the key of an experiment to continue or to create; None means a new key.
         mode: ``"get_or_create"``, ``"get"`` (it must exist) or ``"create"`` (it must not exist).
-        online: False sends nothing.
+        online: if False, send nothing.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: upload checkpoints as models: ``"all"`` when they are written, True at the end of the run.
-        **kwargs: of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
+        **kwargs: other arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags``, ``offline_directory`` or
+            ``log_code``.
     """
 
     package = "comet_ml"
@@ -109,7 +110,7 @@ class CometLogger(ServiceLogger):
 
 
 def _metrics_in(messages: bytes) -> Iterator[str]:
-    """Yield the name of the metric of each value."""
+    """Yield the metric name of each value."""
     for line in map(json.loads, messages.splitlines()):
         if line["type"] == "metric_msg":
             yield line["payload"]["metric"]["metricName"]

@@ -8,14 +8,11 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from glob import escape, glob
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import messages
 from .folder import HPARAMS_FILE, FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
-
-#: Columns at the start of every row, before the metrics.
-FIRST_COLUMNS = ("step", "epoch", "wall_time")
 
 
 class CSVLogger(FolderLogger):
@@ -26,7 +23,7 @@ class CSVLogger(FolderLogger):
     with the name of one of the first three columns appears as ``metric/<name>``.
 
     Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
-    and at the end of the run. Only when a new metric appears is the file rewritten and replaced atomically.
+    and at the end of the run. The file is rewritten, and replaced atomically, only when a new metric appears.
 
     Args:
         save_dir: the folder for all experiments.
@@ -119,6 +116,8 @@ class ExperimentWriter:
         metrics: the rows that the next :meth:`save` will write.
     """
 
+    #: Columns at the start of every row, before the metrics.
+    first_columns: ClassVar[tuple[str, ...]] = ("step", "epoch", "wall_time")
     NAME_METRICS_FILE = "metrics.csv"
     NAME_HPARAMS_FILE = HPARAMS_FILE
 
@@ -144,7 +143,7 @@ class ExperimentWriter:
         if "epoch" in values:
             epoch = number("epoch", values.pop("epoch"))
             first["epoch"] = int(epoch) if float(epoch).is_integer() else epoch
-        values = _beside_first_columns(values)
+        values = self._beside_first_columns(values)
         same_row = last.get("step") == step and last.get("epoch") in (None, first.get("epoch", last.get("epoch")))
         if same_row and values.keys().isdisjoint(last):
             last.update(first)
@@ -152,7 +151,8 @@ class ExperimentWriter:
             if not self.metrics:
                 self.metrics.append(last)
         else:
-            self._last = {**first, "wall_time": time.time(), **values}
+            timed = {"wall_time": time.time()} if "wall_time" in self.first_columns else {}
+            self._last = {**first, **timed, **values}
             if not self.metrics:
                 self._last_start = None
             self.metrics.append(self._last)
@@ -160,8 +160,19 @@ class ExperimentWriter:
         if self._flushed_step is None:
             self._flushed_step = step
 
+    def _beside_first_columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Rename values that have the name of one of the first columns."""
+        for name in self.first_columns:
+            if name in values:
+                messages.warn_once(
+                    f"The metric {name!r} is written to the column 'metric/{name}' in metrics.csv, because the column "
+                    f"{name!r} is reserved. To choose another column, log the metric under another name."
+                )
+                values[f"metric/{name}"] = values.pop(name)
+        return values
+
     def is_due(self, every_n_steps: int) -> bool:
-        """Return True if this many steps or rows have been added since the last :meth:`save`."""
+        """Return True if ``every_n_steps`` steps or rows have been added since the last :meth:`save`."""
         steps = abs(self._last["step"] - (self._flushed_step or 0)) if self._last else 0
         return steps >= every_n_steps or len(self.metrics) >= every_n_steps
 
@@ -248,7 +259,7 @@ class ExperimentWriter:
     def _widen(self, new: Iterable[str]) -> None:
         """Replace the file with one that has more columns, leaving out a last row that is about to be rewritten."""
         rows = self._read() if self._last_start is None else self._read()[:-1]
-        self._replace(list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new])), rows)
+        self._replace(list(dict.fromkeys([*(self.columns or self.first_columns), *new])), rows)
         self._last_start = None
 
     def _replace(self, columns: list[str], rows: list[list[Any]]) -> None:
@@ -261,18 +272,6 @@ class ExperimentWriter:
             os.fsync(file.fileno())
         os.replace(temporary, self.metrics_file_path)
         self.columns, self._end = columns, sum(map(len, lines))
-
-
-def _beside_first_columns(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename values that have the name of one of the first columns."""
-    for name in FIRST_COLUMNS:
-        if name in values:
-            messages.warn_once(
-                f"The metric {name!r} is written to the column 'metric/{name}' in metrics.csv, because the column "
-                f"{name!r} is reserved. To choose another column, log the metric under another name."
-            )
-            values[f"metric/{name}"] = values.pop(name)
-    return values
 
 
 def _line(cells: Iterable[Any]) -> bytes:

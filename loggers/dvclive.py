@@ -1,4 +1,4 @@
-"""``DVCLiveLogger``: logs a run to files of DVCLive, for DVC, its extension of VS Code and Git."""
+"""``DVCLiveLogger``: logs a run to DVCLive files, for DVC, its VS Code extension and Git."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .service import ServiceLogger
 class DVCLiveLogger(ServiceLogger):
     """Log a run to ``dvclive.Live``, which writes tables, ``metrics.json`` and ``params.yaml`` to its folder.
 
-    The run is ended at the end of each fit, test, ...; further values still go to it. A resumed fit continues in the
-    folder if the run there wrote the checkpoint.
+    The DVCLive run ends after each fit, validation, test or prediction; values logged later are still added to it. A
+    resumed fit continues in the folder if the run in that folder wrote the checkpoint.
 
     Args:
-        run_name: name of the experiment of DVC; None lets DVC choose one.
+        run_name: name of the DVC experiment; None lets DVC choose one.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: track checkpoints with DVC as the artifacts ``best`` and ``latest``: ``"all"`` when they are written,
-            True at the end of the run. Needs a repository of DVC.
-        experiment: an existing ``dvclive.Live`` to use, which is left open.
+            True at the end of the run. Requires a DVC repository.
+        experiment: an existing ``dvclive.Live`` to use; it is left open.
         dir: the folder.
         resume: continue the run in the folder; False starts a new one there.
-        **kwargs: of ``dvclive.Live``: ``report``, ``save_dvc_exp``, ``dvcyaml``, ...
+        **kwargs: other arguments of ``dvclive.Live``, such as ``report``, ``save_dvc_exp`` or ``dvcyaml``.
     """
 
     package = "dvclive"
@@ -55,15 +55,15 @@ class DVCLiveLogger(ServiceLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of :attr:`save_dir`; checkpoints go below it."""
+        """The folder ``dir``; checkpoints are saved below it."""
         return self._save_dir
 
     def run_dirs(self) -> list[str]:
-        """Return the folder."""
+        """Return a list that contains only the folder ``dir``."""
         return [str(self._save_dir)]
 
     def log_artifact(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Track a file or folder with DVC; ``kwargs`` are of ``Live.log_artifact``."""
+        """Track a file or folder with DVC; ``kwargs`` are arguments of ``Live.log_artifact``."""
         self.experiment.log_artifact(os.fspath(path), **kwargs)
 
     def log_image(self, key: str, image: Any, step: int | None = None) -> None:
@@ -74,7 +74,7 @@ class DVCLiveLogger(ServiceLogger):
 
     @property
     def _mark(self) -> Path:
-        """The file that identifies the run in the folder."""
+        """The file that stores the id of the run in the folder."""
         return Path(str(self._save_dir)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
@@ -96,7 +96,7 @@ class DVCLiveLogger(ServiceLogger):
         run.next_step()
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write them together with the earlier ones, which ``Live`` forgets too."""
+        """Write the hyperparameters together with the earlier ones, because a reopened ``Live`` has lost those."""
         self._params.update(params)
         self.experiment.log_params(self._params)
 
@@ -108,7 +108,7 @@ class DVCLiveLogger(ServiceLogger):
         return self._mark.is_file() and self._mark.read_text(encoding="utf-8") == run_id
 
     def _recorded(self) -> dict[str, int]:
-        """Count the lines of the tables."""
+        """Count the values in the run's tables."""
         root = Path(str(self._save_dir)) / "plots" / "metrics"
         tables = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.tsv")}
         return {name: len(path.read_text(encoding="utf-8").splitlines()) - 1 for name, path in tables.items()}

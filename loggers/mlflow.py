@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FILE = "file:"
+#: How the address of a local database begins.
+DATABASE = "sqlite:///"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
 #: Longest text of a parameter, and number of parameters in one call, that every kind of MLflow store takes.
 _LONGEST_PARAM = 500
@@ -28,14 +30,15 @@ _BATCH = 100
 class MLFlowLogger(ServiceLogger):
     """Log a run to MLflow: a tracking server, a database such as ``sqlite:///mlflow.db``, or a folder.
 
-    The run is finished at the end of each fit, test, ...; further values still go to it. A resumed fit continues the
-    run that wrote the checkpoint.
+    The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
+    it. A resumed fit continues the run that wrote the checkpoint.
 
     Args:
         experiment_name: the experiment, which is created if it does not exist.
         run_name: display name of the run; None lets MLflow choose one.
-        tracking_uri: where the runs are. None means ``MLFLOW_TRACKING_URI``, or the runs in ``save_dir``: a folder that
-            MLflow has written before, else the database ``mlflow.db`` in it.
+        tracking_uri: where the runs are stored. None means ``MLFLOW_TRACKING_URI``. If that is not set, the runs are in
+            ``save_dir``: directly, if MLflow has already written runs to that folder, or else in the database
+            ``mlflow.db``.
         tags: tags of the run.
         save_dir: the folder for local runs; None means ``./mlruns``.
         log_model: upload checkpoints as artifacts ``model/checkpoints/<name>``: ``"all"`` when they are written, True
@@ -43,7 +46,7 @@ class MLFlowLogger(ServiceLogger):
         prefix: prefix of each metric's name, followed by a dash.
         artifact_location: where a new experiment stores its artifacts; None lets MLflow choose.
         run_id: the id of a run to continue; None means ``MLFLOW_RUN_ID``, or a new run.
-        synchronous: False sends values in the background; None means MLflow's default.
+        synchronous: if False, send values in the background; None means MLflow's default.
     """
 
     package = "mlflow"
@@ -66,6 +69,9 @@ class MLFlowLogger(ServiceLogger):
         self._uri = given or _store_in(folder)
         local = self._uri.removeprefix(_FILE).removeprefix("//") if self._uri.startswith(_FILE) else folder
         super().__init__(experiment_name, run_id or os.environ.get("MLFLOW_RUN_ID"), local, prefix, log_model)
+        missing = missing_for(self._uri)
+        if missing is not None:
+            raise ModuleNotFoundError(messages.missing(f"MLFlowLogger with the database {self._uri}", missing))
         self._run_name = run_name
         self._tags = {name: str(value) for name, value in (tags or {}).items()}
         own_place = None if given else os.path.abspath(os.path.join(folder, experiment_name))
@@ -88,12 +94,12 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def tracking_uri(self) -> str:
-        """Where the runs are."""
+        """The URI of the store that contains the runs."""
         return self._uri
 
     @property
     def experiment(self) -> MlflowClient:
-        """MLflow's client; its methods need :attr:`run_id`."""
+        """The MLflow client. Pass :attr:`run_id` to its methods."""
         return super().experiment
 
     def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
@@ -101,7 +107,7 @@ class MLFlowLogger(ServiceLogger):
         self.experiment.log_figure(self._run(), figure, f"{key}.png" if step is None else f"{key}_{step}.png")
 
     def log_artifact(self, path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Save a file or folder with the run, in its folder ``artifact_path``."""
+        """Save a file or folder as an artifact of the run, in the artifact folder ``artifact_path``."""
         save = self.experiment.log_artifacts if os.path.isdir(path) else self.experiment.log_artifact
         save(self._run(), os.fspath(path), artifact_path)
 
@@ -112,8 +118,8 @@ class MLFlowLogger(ServiceLogger):
     def _client(self) -> MlflowClient:
         from mlflow import MlflowClient
 
-        if self._uri.startswith("sqlite:///"):
-            os.makedirs(os.path.dirname(self._uri.removeprefix("sqlite:///")) or ".", exist_ok=True)
+        if self._uri.startswith(DATABASE):
+            os.makedirs(os.path.dirname(self._uri.removeprefix(DATABASE)) or ".", exist_ok=True)
         return MlflowClient(self._uri)
 
     def _open(self) -> MlflowClient:
@@ -199,18 +205,26 @@ class MLFlowLogger(ServiceLogger):
 
 
 def _store_in(folder: str) -> str:
-    """Return the address of the runs in a folder: the folder itself if MLflow wrote runs into it, else a database."""
+    """Return the URI of the runs in a folder: the folder itself if MLflow has written runs to it, else a database."""
     if next(Path(folder).glob("*/meta.yaml"), None) is not None:
         return f"{_FILE}{folder}"
-    return f"sqlite:///{os.path.join(folder, 'mlflow.db')}"
+    return f"{DATABASE}{os.path.join(folder, 'mlflow.db')}"
+
+
+def missing_for(uri: str) -> str | None:
+    """Return the package that MLflow needs to open the database at ``uri``; None if it is installed or not needed.
+
+    The package ``mlflow`` brings it along; ``mlflow-skinny`` does not.
+    """
+    return "sqlalchemy" if uri.startswith(DATABASE) and not messages.is_installed("sqlalchemy") else None
 
 
 def _named(name: str) -> str:
-    """Return a name with only the characters that MLflow allows."""
+    """Replace the characters of a name that MLflow does not allow."""
     allowed = _NOT_IN_A_NAME.sub("_", name)
     if allowed != name:
         messages.warn_once(
-            f"MLflow does not allow some characters of the name {name!r}, so it is logged as {allowed!r}. Use letters, "
+            f"MLflow does not allow some characters in the name {name!r}, so it is logged as {allowed!r}. Use letters, "
             "digits, '_', '-', '.', '/', ':' and spaces.",
             key=f"MLflow {name}",
         )

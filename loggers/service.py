@@ -1,4 +1,4 @@
-"""Base of loggers that hand the values of a run to another package, which stores or sends them."""
+"""Base class of loggers that pass a run's values to another package, which stores or sends them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .values import mapping, numbers, plain, record
 
 
 class ServiceLogger(CheckpointUploads):
-    """Log a run through a package of its own.
+    """Base class of loggers that log a run through another package.
 
-    The run is opened when it is first used. A resumed fit continues the run that wrote the checkpoint, unless you give
-    another run's id. Values from after the checkpoint that the run already has are not logged again: the logger counts
-    the values of each name, and asks the package how many there are.
+    The run is opened on first use. A resumed fit continues the run that wrote the checkpoint, unless you pass another
+    run's id. If the run already has values from after the checkpoint, they are not logged again: for each metric, the
+    logger counts the values that it logs and asks the package how many it has.
 
     A subclass names its ``package`` and defines :meth:`_open`, :meth:`_write`, :meth:`_write_hyperparams`,
-    :meth:`_finish` and :meth:`_upload`; for a resume :meth:`_exists` and :meth:`_recorded`.
+    :meth:`_finish` and :meth:`_upload`. To support resuming, it also defines :meth:`_exists` and :meth:`_recorded`.
 
     Args:
-        project: what the package groups runs by.
+        project: name of the project (or experiment) that the package groups runs by.
         run_id: the id of a run to continue; None for a new run.
-        save_dir: the folder for local files and checkpoints; None means that the user gave none.
+        save_dir: the folder for local files and checkpoints, or None.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: when to upload checkpoints: ``"all"`` when they are written, True at the end of the run.
     """
 
     #: The package to install and import.
     package: ClassVar[str]
-    #: Whether a run that a fit has finished can be opened again and gets further values. If not, it stays open.
+    #: Whether a finished run can be reopened to log more values. If not, the run stays open after a fit.
     can_reopen: ClassVar[bool] = True
 
     def __init__(
@@ -57,7 +57,7 @@ class ServiceLogger(CheckpointUploads):
         self._prefix = f"{prefix}-" if prefix else ""
         self._step = -1
         self._experiment: Any = None
-        #: How many values of each name this run has logged, and how many more of them the package already has.
+        #: By name, the number of values logged so far, and the number of later values that the package already has.
         self._logged: Counter[str] = Counter()
         self._known: dict[str, int] = {}
 
@@ -68,7 +68,7 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def version(self) -> str | None:
-        """The run's id. Opens the run if it has none yet; None on ranks other than 0."""
+        """The run's id. Opens a run if there is none yet; None on ranks other than 0."""
         if self._id is None and messages.is_rank_zero():
             _ = self.experiment
         return self._id
@@ -95,13 +95,13 @@ class ServiceLogger(CheckpointUploads):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The package's own object of the run."""
+        """The package's own object for the run."""
         if self._experiment is None:
             self._experiment = self._open()
         return self._experiment
 
     def run_dirs(self) -> list[str]:
-        """Return the folders of the project's runs, or only this run's if the user gave its id."""
+        """Return the folders of the project's runs, or only this run's if the user passed its id."""
         root = self.root_dir
         if root is None or not os.path.isdir(root):
             return []
@@ -110,11 +110,11 @@ class ServiceLogger(CheckpointUploads):
         return sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step; ``step`` defaults to the last one plus 1."""
+        """Log the values of one step. By default, ``step`` is the previous step plus 1."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log anything that the package can show; ``options`` are passed to its own function."""
+        """Log anything that the package can show; ``options`` are passed to the package's log function."""
         self._log(record(values, self._prefix), step, **options)
 
     def log_hyperparams(
@@ -132,7 +132,7 @@ class ServiceLogger(CheckpointUploads):
         return {"project": self._project, "id": self._id, "logged": dict(self._logged)}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run belongs to this project and still exists, and no other id was given."""
+        """Return True if the run is in this project and still exists, and no other id was passed."""
         return state["project"] == self._project and self._id in (None, state["id"]) and self._exists(state["id"])
 
     def take_over(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ class ServiceLogger(CheckpointUploads):
         self._known = {name: number - self._logged[name] for name, number in there.items()}
 
     def withdraw(self) -> None:
-        """Finish a run without values that this logger opened, and forget its id unless the user gave it."""
+        """Discard the open run if it has no values, and forget its id unless the user passed it."""
         if self._logged:
             return
         if self._experiment is not None:
@@ -184,7 +184,7 @@ class ServiceLogger(CheckpointUploads):
             self._write(self.experiment, new, self._step, **options)
 
     def _is_new(self, name: str) -> bool:
-        """Count a value; whether the package does not have it yet."""
+        """Count a value; return True if the package does not have it yet."""
         self._logged[name] += 1
         known = self._known.get(name, 0)
         if known > 0:
@@ -192,12 +192,12 @@ class ServiceLogger(CheckpointUploads):
         return known <= 0
 
     def _shown(self, values: Mapping[str, Any], kinds: Any = int | float) -> dict[str, Any]:
-        """Leave out values of other kinds, with a warning that names the first such value."""
+        """Return the values of the given types; warn about each value that is left out."""
         kept = {name: value for name, value in values.items() if isinstance(value, kinds)}
         for name in values.keys() - kept.keys():
             messages.warn_once(
                 f"{type(self).__name__} cannot show {name!r} ({messages.a(values[name])}), so it is left out. Use "
-                "logger.experiment to log it in a form that the package has.",
+                "logger.experiment to log it in a form that the package supports.",
                 key=f"{type(self).__name__} {name}",
             )
         return kept
@@ -223,7 +223,7 @@ class ServiceLogger(CheckpointUploads):
         """Finish the open run."""
 
     def _allowed(self, name: str) -> str:
-        """The name under which the package stores a value."""
+        """Return the name under which the package stores a value."""
         return name
 
     def _discard(self) -> None:
@@ -231,14 +231,14 @@ class ServiceLogger(CheckpointUploads):
         self._finish("success")
 
     def _flush(self) -> None:
-        """Return when everything that was logged is stored."""
+        """Wait until everything that was logged is stored."""
 
     def _exists(self, run_id: str) -> bool:
-        """Whether the run with this id can be continued."""
+        """Return True if the run with this id can be continued."""
         return True
 
     def _recorded(self) -> Mapping[str, int]:
-        """How many values of each name the run ``self._id`` has; empty if the package cannot tell."""
+        """Return the number of values that the run ``self._id`` has, by name; empty if the package cannot tell."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

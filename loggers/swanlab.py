@@ -15,19 +15,20 @@ from .service import ServiceLogger
 class SwanLabLogger(ServiceLogger):
     """Log a run to SwanLab, or with ``mode="offline"`` to ``save_dir`` for ``swanlab sync``.
 
-    After a successful fit the run stays open, so that ``test`` can add to it, until ``swanlab.finish()`` or the end of
-    the program. A failed or interrupted run is finished immediately.
+    After a successful fit, the run stays open until ``swanlab.finish()`` or the end of the program, so that ``test``
+    can add to it. A failed or interrupted run is finished immediately.
 
-    A resumed fit continues the run that wrote the checkpoint, under its id. Offline, ``save_dir`` gets another folder
-    for that run, whose values begin at the checkpoint; SwanLab keeps the first value of each step.
+    A resumed fit continues the run that wrote the checkpoint, under its id. Offline, a new folder in ``save_dir`` holds
+    the continued run, with values from the checkpoint on. SwanLab keeps the first value of each step.
 
     Args:
         project: the project.
         save_dir: the folder for local files and checkpoints; None means ``swanlog``.
-        id: the run's id; give an earlier run's id to continue it. None draws one.
+        id: the run's id; pass an earlier run's id to continue that run. None means a random id.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: save checkpoints with the run: ``"all"`` when they are written, True at the end of the run.
-        **kwargs: of ``swanlab.init``: ``mode``, ``workspace``, ``name``, ``description``, ``tags``, ...
+        **kwargs: other arguments of ``swanlab.init``, such as ``mode``, ``workspace``, ``name``, ``description`` or
+            ``tags``.
     """
 
     package = "swanlab"
@@ -46,7 +47,7 @@ class SwanLabLogger(ServiceLogger):
         self._init = {"resume": "allow", **kwargs}
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are of ``swanlab.Image``."""
+        """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are arguments of ``swanlab.Image``."""
         make = self._sdk().Image
         several = images if isinstance(images, list | tuple) else [images]
         self.log_record({key: [make(image, **kwargs) for image in several]}, step)

@@ -1,4 +1,4 @@
-"""``TrackioLogger``: logs a run to Trackio, which keeps it in a local database or a Space of Hugging Face."""
+"""``TrackioLogger``: logs a run to Trackio, which keeps it in a local database or a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _PATIENCE_SECONDS = 30.0
 class TrackioLogger(ServiceLogger):
     """Log a run to Trackio: to its database in ``TRACKIO_DIR``, or to a Space with ``space_id``.
 
-    The run is finished at the end of each fit, test, ...; further values still go to it. A resumed fit continues the
-    run that wrote the checkpoint. In a Space, values from after the checkpoint are then logged twice.
+    The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
+    it. A resumed fit continues the run that wrote the checkpoint. In a Space, values from after the checkpoint then
+    appear twice.
 
     Args:
         project: the project; its local database is named after it.
-        name: the run; give an earlier run's name to continue it. None draws one.
+        name: the run's name; pass an earlier run's name to continue that run. None means a random name.
         save_dir: the folder for checkpoints; Trackio's own files are in ``TRACKIO_DIR``.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: store checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
-        **kwargs: of ``trackio.init``: ``space_id``, ``group``, ``config``, ``embed``, ...
+        **kwargs: other arguments of ``trackio.init``, such as ``space_id``, ``group``, ``config`` or ``embed``.
     """
 
     package = "trackio"
@@ -48,7 +49,7 @@ class TrackioLogger(ServiceLogger):
         self._init = {"resume": "allow", "embed": False, **kwargs}
         self._is_local = not (kwargs.get("space_id") or kwargs.get("server_url") or os.environ.get("TRACKIO_SPACE_ID"))
         self._params: dict[str, Any] = {}
-        #: How many rows the run has, and how many it had when it was opened.
+        #: Number of rows in the run now, and when it was opened.
         self._rows = self._first_row = 0
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None, type: str = "file") -> None:
@@ -56,7 +57,7 @@ class TrackioLogger(ServiceLogger):
         self.experiment.log_artifact(os.fspath(path), name=name or Path(path).name, type=type)
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are of ``trackio.Image``."""
+        """Log images (arrays, PIL images or paths) of one step; ``kwargs`` are arguments of ``trackio.Image``."""
         make = self._sdk().Image
         several = images if isinstance(images, list | tuple) else [images]
         panels = [make(image, **kwargs) for image in several]
@@ -75,7 +76,7 @@ class TrackioLogger(ServiceLogger):
         self._rows += 1
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Trackio stores them with the first value after it has opened the run."""
+        """Keep the hyperparameters, which Trackio stores with the first values after the run is opened."""
         self._params.update(params)
         run = self._experiment
         if run is not None and self._rows == self._first_row:

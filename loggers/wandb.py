@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     import torch
     from wandb.sdk.wandb_run import Run
 
-#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait.
+#: Seconds between two writes by wandb's process to the run's file. Its default of 15 is too long to wait.
 _FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
 #: Longest time that the end of a run waits for wandb's process to write.
 _PATIENCE_SECONDS = 10.0
 _STEP = "trainer/global_step"
-#: Defined, but never logged: once its definition is in the file, everything sent before is there too.
+#: A metric that is defined but never logged. Once its definition is in the file, all earlier values are too.
 _MARK = "paceline/written"
 
 
 class WandbLogger(CheckpointUploads):
     """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
 
-    A separate wandb process writes and sends the values; it writes to the run's local file every half second. After a
-    successful run the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or
-    the end of the program. A failed or interrupted run is finished as failed immediately, and continued under its id if
-    the logger is used again. If a wandb run is already open, the logger adds to that run.
+    A separate wandb process writes the values to the run's local file every half second, and sends them. After a
+    successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()``
+    or the end of the program. A failed or interrupted run is immediately marked as failed; it is continued under its id
+    if the logger is used again. If a wandb run is already open, the logger adds to that run.
 
-    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you give another id. Values
-    that the service already has from after the checkpoint are not sent again. Offline, ``wandb/`` gets another folder
-    for that run, whose rows begin at the checkpoint.
+    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you pass another id. Values
+    from after the checkpoint that the service already has are not sent again. Offline, a new folder in ``wandb/`` holds
+    the continued run, with rows from the checkpoint on.
 
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
@@ -47,19 +47,20 @@ class WandbLogger(CheckpointUploads):
         name: display name of the run; None lets wandb choose one.
         save_dir: the folder in which wandb creates its ``wandb`` folder; None means ``WANDB_DIR``, or the current
             folder.
-        version: the run's id; give an earlier run's id to continue it.
-        offline: send nothing. ``WANDB_MODE=offline`` has the same effect.
+        version: the run's id; pass an earlier run's id to continue that run.
+        offline: if True, send nothing. ``WANDB_MODE=offline`` has the same effect.
         dir: the same as ``save_dir``.
         id: the same as ``version``.
         project: the project; None means ``WANDB_PROJECT``, or ``"paceline_logs"``.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run, False
-            never. Offline they are kept for ``wandb sync``.
+            never. Offline, they are kept for ``wandb sync``.
         experiment: an existing run from ``wandb.init`` to use.
         prefix: prefix of each metric's name, followed by a dash.
         checkpoint_name: name of the model artifact; None means ``model-<id>``.
-        add_file_policy: ``"mutable"`` copies a checkpoint before it is uploaded, ``"immutable"`` does not, which is
-            safe only if no checkpoint is overwritten or deleted.
-        **kwargs: passed to ``wandb.init``: entity, tags, group, notes, config, settings, ...
+        add_file_policy: ``"mutable"`` copies a checkpoint before it is uploaded; ``"immutable"`` does not, which is
+            safe only if checkpoints are never overwritten or deleted.
+        **kwargs: other arguments of ``wandb.init``, such as ``entity``, ``tags``, ``group``, ``config`` or
+            ``settings``.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class WandbLogger(CheckpointUploads):
         self._is_own = experiment is None
         self._is_prepared = False
         self._has_unwritten = False
-        #: Row of the first record after a resume, and how many records from there on the service already has.
+        #: Row of the first record after a resume, and the number of records from that row on that the service has.
         self._resumed_row: int | None = None
         self._known_rows = 0
         #: First row of the run when it was opened.
@@ -135,7 +136,7 @@ class WandbLogger(CheckpointUploads):
     @property
     @rank_zero_experiment
     def experiment(self) -> Run:
-        """The run, for everything that this class has no method for."""
+        """The wandb run, for anything that this class has no method for."""
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
@@ -145,13 +146,13 @@ class WandbLogger(CheckpointUploads):
         return self._experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step; ``step`` defaults to the last one."""
+        """Log the values of one step. By default, ``step`` is the previous step."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log anything that wandb shows: numbers, strings, images, tables; ``options`` are passed to ``wandb.Run.log``.
+        """Log anything that wandb can show, such as images; ``options`` are passed to ``wandb.Run.log``.
 
-        With ``commit=False`` the values share a row with the next ones.
+        With ``commit=False``, the values share a row with the values that are logged next.
         """
         self._log(record(values, self._prefix), step, **options)
 
@@ -162,7 +163,7 @@ class WandbLogger(CheckpointUploads):
         self._log({self._prefix + key: wandb.Image(figure)}, step)
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None, type: str = "file") -> None:
-        """Upload a file or folder as an artifact; without ``name`` it is named after the run and the file."""
+        """Upload a file or folder as an artifact; by default, it is named after the run and the file."""
         self.experiment.log_artifact(path, name=name or f"{self.version}-{Path(path).name}", type=type)
         self._has_unwritten = True
 
@@ -176,7 +177,7 @@ class WandbLogger(CheckpointUploads):
             self.log_metrics(metrics, step=0)
 
     def run_dirs(self) -> list[str]:
-        """Return the folders of all runs of the project, or only this run's if the user gave its id."""
+        """Return the folders of all runs of the project, or only this run's if the user passed its id."""
         if self._is_named:
             return [self.log_dir]
         return [str(path) for path in sorted(Path(self.root_dir).glob("*")) if path.is_dir()]
@@ -187,7 +188,7 @@ class WandbLogger(CheckpointUploads):
         return {"id": self.version, "project": self.name, "row": run.step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run belongs to this project, is in ``save_dir``, and no other id was given."""
+        """Return True if the run is in this project and in ``save_dir``, and no other id was passed."""
         mine = self.version if self._experiment is not None else self._id
         if state["project"] != self.name or mine not in (None, state["id"]):
             return False
@@ -199,7 +200,7 @@ class WandbLogger(CheckpointUploads):
             self._resumed_row = state["row"]
 
     def withdraw(self) -> None:
-        """Finish a run that this logger opened if it has no rows yet, and forget its id unless the user gave it."""
+        """Finish a run that this logger opened if it has no new rows; forget its id unless the user passed it."""
         run = self._experiment
         if run is None or not self._is_own or run.step != self._first_row:
             return
@@ -214,7 +215,7 @@ class WandbLogger(CheckpointUploads):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients or parameters every ``log_freq`` steps. Waits for the device each time."""
+        """Log histograms of gradients or parameters every ``log_freq`` steps, which waits for the device each time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_table(
@@ -254,14 +255,14 @@ class WandbLogger(CheckpointUploads):
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log sounds (arrays or paths), like :meth:`log_image`, for example with ``sample_rate=[16000]``.
+        """Like :meth:`log_image`, for sounds (arrays or paths), for example with ``sample_rate=[16000]``.
 
-        wandb needs the package soundfile for this.
+        Requires the soundfile package.
         """
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log videos (arrays or paths), like :meth:`log_image`, for example with ``fps=[10]``."""
+        """Like :meth:`log_image`, for videos (arrays or paths), for example with ``fps=[10]``."""
         self._log_media("Video", key, videos, step, kwargs)
 
     def _log_media(
@@ -272,14 +273,13 @@ class WandbLogger(CheckpointUploads):
         method, word = f"log_{kind.lower()}({key!r})", kind.lower()
         if isinstance(items, str | bytes) or not isinstance(items, Sequence):
             raise TypeError(
-                f"{method} got {messages.a(items)} as the {word}s of one step, which is not a list. Put a single "
+                f"{method} got {messages.a(items)}, but needs a list of the {word}s of one step. Put a single "
                 f"{word} into a list: [{word}]."
             )
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method} got {len(items)} {word}s and {len(values)} values for {option!r}. Give one value for "
-                    f"each {word}."
+                    f"{method}: {option!r} must have one value for each {word} ({len(items)}), but has {len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
@@ -296,13 +296,13 @@ class WandbLogger(CheckpointUploads):
         artifact_type: str | None = None,
         use_artifact: bool = True,
     ) -> str:
-        """Download an artifact and return the folder it is in.
+        """Download an artifact and return its folder.
 
         Args:
             artifact: its name, such as ``"user/project/model-abc:best"``.
             save_dir: the folder to write to; None lets wandb choose one.
-            artifact_type: what kind it must be.
-            use_artifact: mark it as an input of the open run, if there is one.
+            artifact_type: the type that the artifact must have; None accepts any type.
+            use_artifact: whether to mark the artifact as an input of the open run, if there is one.
         """
         import wandb
 
@@ -395,21 +395,23 @@ class WandbLogger(CheckpointUploads):
 def _check(version: str | None, id: str | None, offline: bool, policy: Any, options: Mapping[str, Any]) -> None:
     if version and id and version != id:
         raise ValueError(
-            f"WandbLogger(version={version!r}, id={id!r}) gives two ids, but both arguments mean the run's id. Give "
-            "one of them."
+            f"WandbLogger(version={version!r}, id={id!r}) gives two different ids, but both arguments set the "
+            "run's id. Pass only one of them."
         )
     if policy not in ("mutable", "immutable"):
         raise ValueError(messages.unknown("add_file_policy", policy, ["mutable", "immutable"]))
     if offline and options.get("mode") not in (None, "offline"):
         raise ValueError(
-            f"WandbLogger(offline=True, mode={options['mode']!r}) asks for two modes at once. Leave one of them out."
+            f"WandbLogger(offline=True, mode={options['mode']!r}) sets two different modes. Leave out "
+            "one of the arguments."
         )
 
 
 def _holds_mark(path: str, since: int) -> bool:
-    """Whether a ``.wandb`` file contains the definition of ``_MARK`` at byte ``since`` or later.
+    """Return True if a ``.wandb`` file contains the definition of ``_MARK`` at byte ``since`` or later.
 
-    The file is a LevelDB log: blocks of 32 KiB, each beginning with a header of 7 bytes; records may cross blocks.
+    The file is a LevelDB log: blocks of 32 KiB, each beginning with a 7-byte header; records may cross block
+    boundaries.
     """
     from wandb.proto import wandb_internal_pb2
 

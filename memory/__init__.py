@@ -1,1 +1,1 @@
-"""Running out of memory: recognize it, explain it, and retry with smaller batches."""
+"""Recognize and explain out-of-memory errors, and retry with smaller batches."""

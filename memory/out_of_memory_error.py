@@ -95,7 +95,7 @@ class Situation(NamedTuple):
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
-    """Return an error that says what to change; None if ``error`` is another error or is already explained."""
+    """Return an error that says what to change; None unless ``error`` is an unexplained out-of-memory error."""
     if not needs_words(error):
         return None
     batch = run.metrics.batch
@@ -130,9 +130,9 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
-        f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
+        f"The {device.type} device of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
-        f"{str(error).splitlines()[0]} It holds weights of {messages.size(sizes.weights)}, gradients of "
+        f"{str(error).splitlines()[0]} The rank holds weights of {messages.size(sizes.weights)}, gradients of "
         f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; peak {of_whom} "
         f"use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )

@@ -25,6 +25,7 @@ _ERROR_TEXTS = re.compile(
     r"|CUDNN_STATUS_NOT_SUPPORTED"
     r"|can't allocate memory"
     r"|DefaultCPUAllocator: not enough memory"
+    r"|\bout of memory\."
 )
 
 
@@ -213,7 +214,7 @@ class _Search:
         return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 
     def report(self, last: str) -> None:
-        """Print one message with everything that was tried."""
+        """Print one message with the results of all sizes tried."""
         messages.info(f"Batch sizes tried for {self.function.__qualname__}(): {'; '.join(self.tried)}. {last}")
 
 

@@ -2,9 +2,8 @@
 
 Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
-:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only torchrun's variables. If only
-some of a launcher's variables are set, an error is raised; otherwise each process could believe that it is the only
-one.
+:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only these. If only some of a
+launcher's variables are set, an error is raised; otherwise each process could believe that it is the only one.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ def requeue() -> None:
         problem = str(error)
     if problem:
         messages.error(
-            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Submit it again: "
-            "its state is saved."
+            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Its state is "
+            "saved, so submit the job again to resume."
         )
     else:
         messages.info(f"SLURM job {job} is back in the queue and will resume when SLURM starts it again.")
@@ -115,7 +114,7 @@ def is_requeued(environ: Environment | None = None) -> bool:
 
 
 def _slurm_job(environ: Environment) -> str | None:
-    """Return the job's name for ``scontrol``: for a task of a job array, the array's id and the task's index."""
+    """Return the job ID for ``scontrol``, which is ``<array ID>_<task index>`` for a task of a job array."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -222,7 +221,7 @@ def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int
         if match is None:
             raise RuntimeError(
                 f"{name}={environ[name]!r} does not have the form '2(x3),1', so the number of tasks on this machine is "
-                "unknown. Start the script with srun, which sets it, or unset it."
+                f"unknown. Start the script with srun, which sets {name}, or unset {name}."
             )
         sizes += [int(match[1])] * int(match[2] or 1)
     return sizes[node_rank] if node_rank < len(sizes) else default
@@ -310,7 +309,7 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
 def _lsf_address(environ: Environment) -> str | None:
     """Return the first compute host.
 
-    LSF may list a launch host before it, which is recognized by its single slot or by its name.
+    LSF may list a launch host before it. The launch host is recognized by its single slot or by its name.
     """
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
@@ -398,8 +397,8 @@ def _check_world_size(cluster: Cluster, environ: Environment) -> None:
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
-            f"Start {environ['WORLD_SIZE']} processes, or let the launcher set WORLD_SIZE: unset it in the batch "
-            "script."
+            f"Start {environ['WORLD_SIZE']} processes, or unset WORLD_SIZE in the batch script, so that the launcher "
+            "sets it."
         )
 
 

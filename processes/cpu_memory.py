@@ -47,7 +47,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Context manager that makes a CPU run keep the memory that it frees, and returns this memory afterwards."""
+    """Context manager in which a CPU run keeps freed memory; on exit, this memory is returned to the kernel."""
     global _runs
     keep_freed_memory(device)
     try:

@@ -38,7 +38,7 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return a version of ``move`` with its own CUDA stream if it is a :class:`Mover` to a GPU; None otherwise."""
+    """Return a version of ``move`` with its own CUDA stream; None if ``move`` is not a :class:`Mover` to a GPU."""
     if isinstance(move, Mover) and move.device.type == "cuda":
         return SideStream(move)
     return None
@@ -254,8 +254,8 @@ def _unchanged(value: Any) -> Any:
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     """Return the dtype for tensors of dtype ``kind`` when floating-point tensors are converted to ``wanted``.
 
-    Complex tensors stay complex: float64 turns them into complex128. Narrower dtypes leave them unchanged, because
-    most of these have no complex counterpart that torch can compute in. Integers and bools do not change.
+    If ``wanted`` is float64, complex tensors become complex128. Narrower dtypes leave them unchanged, because most of
+    those dtypes have no complex counterpart that torch can compute in. Integers and bools do not change.
     """
     if kind.is_floating_point:
         return wanted

@@ -32,7 +32,7 @@ def num_cuda_devices() -> int:
 def count(kind: str) -> int:
     """Return the number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees.
 
-    It is always 1 for the CPU.
+    The number is always 1 for the CPU.
     """
     if kind == "cuda":
         return num_cuda_devices()

@@ -18,7 +18,7 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether the launcher started every process; if False, this process starts the others on its machine."""
+        """Whether the launcher started every process; if False, this process starts the others on its own machine."""
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class ClusterEnvironment(ABC):
         """Called when a run ends."""
 
     def cluster(self, num_devices: int, num_nodes: int) -> Cluster | None:
-        """Return this environment as a :class:`Cluster`; None if this process starts the others.
+        """Return this environment as a :class:`Cluster`; None if this process starts the other processes.
 
         Args:
             num_devices: number of processes on this machine, one per device.
@@ -179,7 +179,7 @@ class KubeflowEnvironment(_Known):
 
 
 class LocalEnvironment(_Known):
-    """The environment without a launcher: this process starts the others on its machine."""
+    """The environment without a launcher: this process starts the other processes on its machine."""
 
     names = ()
 

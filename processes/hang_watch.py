@@ -1,4 +1,4 @@
-"""Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
+"""Report where every rank is when a rank waits for a missing one, so that the run does not hang silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
 asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when it

@@ -32,7 +32,7 @@ class Host:
         name: the program's name in error messages.
         is_script: whether running the same command again makes each rank do the same work as this process.
         can_spawn: whether a fresh process can import definitions from this program.
-        restart: what the user must do to get a process that has not used the GPU.
+        restart: instruction to the user for getting a process that has not used the GPU.
     """
 
     name: str
@@ -153,13 +153,13 @@ def start_method_in(
         return "popen" if asked == "auto" else asked
     if num_nodes > 1:
         raise RuntimeError(
-            f"A run on {num_nodes} machines needs the same command on each machine, but this is {host.name}, which "
-            f"has no such command. Instead, {_USE_A_FILE} on each machine."
+            f"A run on {num_nodes} machines needs the same command on each machine, but this program is {host.name}, "
+            f"which has no such command. Instead, {_USE_A_FILE} on each machine."
         )
     if asked == "popen":
         raise RuntimeError(
-            f"start_method='popen' starts several processes by running the script again, but this is {host.name}, so "
-            f"there is no script. Omit start_method, so that this process is forked; or {_USE_A_FILE}."
+            f"start_method='popen' starts several processes by running the script again, but this program is "
+            f"{host.name}, so there is no script. Omit start_method, so that this process is forked; or {_USE_A_FILE}."
         )
     if asked == "auto":
         return "spawn" if obstacle and host.can_spawn else "fork"
@@ -187,7 +187,7 @@ def refusal_to_fork(host: Host, obstacle: str) -> str:
     if not host.is_script:
         fixes.append(_USE_A_FILE)
     text = "; or ".join(fixes)
-    return f"The run starts its processes by forking this one, but {obstacle}. {text[0].upper()}{text[1:]}."
+    return f"The run starts its processes by forking this process, but {obstacle}. {text[0].upper()}{text[1:]}."
 
 
 def _running() -> Iterator[str]:

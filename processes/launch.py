@@ -95,7 +95,7 @@ def run(
         place: where the machines meet; see :func:`find_place`.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        options: other options for torch elastic.
+        options: optional settings for torch elastic.
     """
     options = options or Options()
     os.environ[LAUNCHED] = str(os.getpid())
@@ -438,7 +438,7 @@ def _refuse_definitions(work: _Work) -> None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
             f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
-            f"which forks this process here, or move {name} to a .py file and import it."
+            f"which forks the current process, or move {name} to a .py file and import it."
         )
 
 

@@ -18,8 +18,8 @@ _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 def require_main_guard(who: str) -> None:
     """Raise if new processes would start more processes when they import the program.
 
-    This finds top-level statements that no condition guards. Any other missing guard is found later, in the new
-    process.
+    In the first process, this finds only top-level statements without any condition around them. Any other missing
+    guard is found in the new process.
 
     Args:
         who: the setting that starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
@@ -32,8 +32,8 @@ def require_main_guard(who: str) -> None:
         return
     file, number, statement = found
     raise RuntimeError(
-        f"{who} starts fresh processes, and each of them runs {file} again from the top, so it would start more "
-        f"processes on line {number}. Put code that only the first process should run under a main guard:\n\n"
+        f"{who} starts fresh processes, and each of them runs {file} again from the top, so line {number} would start "
+        "more processes. Put code that only the first process should run under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 

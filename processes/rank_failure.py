@@ -68,7 +68,7 @@ def register_failure_hook() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Record that ``error`` ended the run, and when, before cleanup makes the other processes fail too."""
+    """Record that ``error`` ended the run, and when. Called before cleanup makes the other processes fail too."""
     _moment(error)
     if _registered:
         write_failure(error, Path(os.environ[_FILE]))
@@ -88,9 +88,9 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Write the stack traces of all threads to ``file`` if native code crashes, because a crash raises no exception.
+    """Write all threads' stack traces to ``file`` if native code crashes, because that raises no Python exception.
 
-    This does not cover forks of this process, or code that enables faulthandler itself.
+    This does not cover forks of this process, or programs that enable faulthandler themselves.
     """
     crash = file.open("w", encoding="utf-8")
     crash.write(f"{_rank()}\n")

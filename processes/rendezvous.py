@@ -15,7 +15,7 @@ _LEAVING = timedelta(seconds=5)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous, except that machine 0 leaves last: it hosts the store, which others may still be using."""
+    """Torch's rendezvous, except that machine 0 leaves last, because other machines may still be using its store."""
 
     def get_backend(self) -> str:
         return _NAME

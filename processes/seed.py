@@ -151,7 +151,7 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"].cpu())
     if missing:
         messages.warn_once(
-            f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
+            f"The random state of {messages.names(missing, last='and')} was saved but could not be restored "
             "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
             "the saved run. Import numpy before fit, or use the same number of devices."
         )

@@ -81,7 +81,7 @@ class StopVote:
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop. First asks the other ranks, if no rank has asked yet.
+        """Decide where to stop. If no rank has asked the others to stop yet, this rank does so first.
 
         The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
         whether this rank wants to end the training.
@@ -113,8 +113,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. They have exited, or native code is holding the GIL. Check their "
-                    "output."
+                    f"{ANSWER_SECONDS:.0f} s. A rank that does not answer has exited, or its GIL is held by native "
+                    "code. Check its output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)

@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Options:
-    """Other options for torch elastic.
+    """Optional settings for torch elastic.
 
     Args:
         max_restarts: maximum number of times that all processes are restarted after a failure.
@@ -174,7 +174,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; if that has no effect, say so and return None."""
+    """Return options that bind processes to their GPUs' NUMA nodes; if this is impossible, say so and return None."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

@@ -116,7 +116,7 @@ class Profiler:
         """Called when the run's module and data are known, before functions are bound."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Called when everything is bound, before the first batch is fetched."""
+        """Called when all functions are bound, before the first batch is fetched."""
 
     def finish(self, trainer: Trainer) -> None:
         """Called when the run has ended normally on all ranks. The ranks can still communicate."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
 #: The default schedule: the number of steps to skip, to use as warmup and to record.
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-#: Arguments of the table that PyTorchProfiler has arguments of its own for.
+#: Arguments of the table for which PyTorchProfiler has its own arguments.
 _OWN_IN_TABLE = {"row_limit": "row_limit", "sort_by": "sort_by_key"}
 
 
@@ -127,8 +127,8 @@ class PyTorchProfiler(Profiler):
         traces: the run's trace files.
 
     Raises:
-        TypeError: torch's profiler does not have this argument.
-        KeyError: the table does not have this argument, or it is an argument of PyTorchProfiler itself.
+        TypeError: torch's profiler does not accept one of ``profiler_kwargs``.
+        KeyError: the table does not accept one of ``table_kwargs``, or PyTorchProfiler has its own argument for it.
         RuntimeError: ``emit_nvtx`` is True, but CUDA is not available.
     """
 
@@ -158,9 +158,13 @@ class PyTorchProfiler(Profiler):
         ]
         for name in table_kwargs or ():
             if name in _OWN_IN_TABLE:
-                raise KeyError(f"table_kwargs has {name!r}: pass it as PyTorchProfiler({_OWN_IN_TABLE[name]}=...).")
+                raise KeyError(
+                    f"Found invalid table_kwargs key: {name}. This is already a positional argument of the Profiler. "
+                    f"Pass it as PyTorchProfiler({_OWN_IN_TABLE[name]}=...)."
+                )
             if name not in in_table:
-                raise KeyError(messages.unknown("key of table_kwargs", name, in_table))
+                hint = messages.did_you_mean(name, in_table)
+                raise KeyError(f"Found invalid table_kwargs key: {name}.{hint} Choose {messages.names(in_table)}.")
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
@@ -254,7 +258,7 @@ class PyTorchProfiler(Profiler):
         return self._stage != "fit" and action_name.endswith(_STEPS)
 
     def _record_short_run(self) -> None:
-        """Drop the default schedule if the run is too short for it. The number of batches is known only now."""
+        """Drop the default schedule if the run, whose length is known only now, is too short for it."""
         self._may_be_short = False
         if self._trainer is not None and _batches(self._trainer, self._stage) < sum(_DEFAULT.values()):
             self.profiler.__exit__(None, None, None)

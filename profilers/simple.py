@@ -31,7 +31,7 @@ class SimpleProfiler(Profiler):
 
     Attributes:
         recorded_durations: the duration of each call in seconds, by action.
-        start_time: when the run began, by ``time.perf_counter``.
+        start_time: the ``time.perf_counter()`` value when the run began.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:

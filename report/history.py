@@ -1,4 +1,4 @@
-"""Read a run's record: its rows without repeated ones, its starts, and derived values. Does not need torch."""
+"""Read a run's record, without its repeated rows, and compute values from it. Does not need torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .record import FORMAT, NAME, PARTS, SUFFIX
 
 #: Number of subfolder levels that are searched for checkpoints.
 _DEPTH = 2
-#: Parts of the time that count as training.
+#: Parts of the time that count as training time.
 TRAINING = ("data", "step", "rest")
 #: Maximum number of intervals in the speed chart.
 _STRETCHES = 120
@@ -36,9 +36,9 @@ class Start:
         facts: facts that were known when the start began.
         rows: the rows that no later start repeated.
         repeated: number of rows that a later start repeated.
-        clock: the known seconds by part.
+        clock: the recorded seconds by part.
         end: how the start ended; empty if the end was not recorded.
-        data: facts about the training batches; empty before training.
+        data: facts about the training batches; empty if training had not begun.
         last: the time at which the last line was written, in seconds since 1970.
     """
 
@@ -78,7 +78,7 @@ class History:
         run: the run's unique identifier.
         starts: the starts of the run, in order; a run that was never resumed has only one.
         hyperparameters: hyperparameters from ``save_hyperparameters``.
-        splits: additional time splits, by source.
+        splits: additional breakdowns of the time, by source.
         saves: the recorded saves, by path.
         torn: number of lines that are not valid JSON, because the process was killed while writing them.
     """
@@ -106,7 +106,7 @@ class History:
 
     @property
     def status(self) -> str:
-        """How the run ended, in words."""
+        """The status of the run in words: how it ended, or that it is running."""
         if not self.starts:
             return "nothing was recorded"
         last = self.starts[-1]
@@ -175,7 +175,7 @@ class History:
         return {name for name in found.keys() - others if len(found[name]) > 1 or name.startswith("lr")}
 
     def speeds(self) -> tuple[Points, Points]:
-        """Return updates and samples per second of training, as points over the steps.
+        """Return the (step, value) points of updates per second and of samples per second of training.
 
         The list of samples per second is empty if the batch size is unknown.
         """
@@ -235,7 +235,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record, given that path, its page's path, or a folder (the newest record in or below it).
+    """Return the path of a record, given the record, its page, or a folder with records (the newest is returned).
 
     Raises:
         FileNotFoundError: if there is no record.
@@ -260,7 +260,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not a record, or a later version wrote it.
+        ValueError: if the file is not a record, or was written by a later version.
     """
     history, offset = History(Path(path)), 0
     places: list[tuple[int, Start, dict[str, Any]]] = []
@@ -355,7 +355,7 @@ def _samples_in_batch(start: Start) -> int | None:
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """Yield (last step, seconds of training, updates, batches) for each stretch between rows far enough apart."""
+    """Yield (last step, seconds of training, updates, batches) for each interval of the speed chart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None

@@ -1,8 +1,7 @@
 """The record of a run: JSON lines that are written during the run and from which its report is created.
 
-Written lines are never changed, because the process may be killed at any time. The first line of a resumed run says
-which earlier lines the run repeats: those beyond the length (``"after"``) that the file had when the checkpoint was
-written.
+Written lines are never changed, because the process may be killed at any time. The first line of a resumed run gives
+the length (``"after"``) that the file had when the checkpoint was written; the run repeats the lines beyond it.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ class Clock:
         self.mark = now
 
     def logged(self) -> None:
-        """Count the time since the last batch as logging if the loggers were called between two batches."""
+        """Count the time since the last mark as ``rest`` if the loggers were called between two batches."""
         if self.part == "data":
             self.was("rest")
 
     def save(self) -> None:
-        """Start counting time as a checkpoint."""
+        """From now on, count time as checkpointing."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part
             self.to("checkpoint")
 
     def saved(self) -> float:
-        """Stop counting time as a checkpoint, or as a wait for a background write. Return how many seconds it took."""
+        """Record the end of a save, or of a wait for a background write; return how many seconds it took."""
         before = self.seconds["checkpoint"]
         if self.part == "checkpoint":
             self.to(self._before_save)
@@ -85,12 +84,12 @@ class Clock:
 class RunRecord(DummyLogger):
     """Logger that writes the record. During a run, it is the last of the trainer's loggers.
 
-    Nothing is written before :meth:`settle` is called, when it is known whether the run continues an existing record.
+    Nothing is written before :meth:`settle` chooses between a new record and an existing one that the run continues.
 
     Args:
         folder: folder of the record; None on ranks that write nothing.
         log_dir: the trainer's ``log_dir`` without this logger.
-        now: returns what each row contains in addition to the values: epoch, counters, learning rates.
+        now: function that returns the facts to add to each row: epoch, counters, learning rates.
         clock: the clock of this start.
     """
 
@@ -189,7 +188,7 @@ class RunRecord(DummyLogger):
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def row(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write a line with the given values, the current time, the counters and the time split so far."""
+        """Write a line with the given values, the current time, the counters and the seconds of each part so far."""
         now = self._now()
         at = now["updates"] if step is None else step
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())

@@ -99,7 +99,7 @@ def line_chart(
         series: points (x, y) by name, in ascending order of x. A line is interrupted where y is not finite.
         x_label: label of the x axis.
         y_label: label of the y axis, with its unit.
-        log: use a logarithmic y axis; points that are not positive are omitted.
+        log: whether to use a logarithmic y axis, which omits points that are not positive.
         caption: text below the chart.
     """
     lines = [_thinned([(x, y) for x, y in points if math.isfinite(x)]) for points in series.values()]

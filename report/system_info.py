@@ -80,7 +80,7 @@ def _command(words: list[str]) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Return the commit, branch and number of changed files of the running code; empty without git.
+    """Return the commit, branch and number of changed files of the running code; empty without git or a repository.
 
     The code is in the program's folder, or in the working directory if the program has no file. Untracked files are not
     counted, because that takes a long time in a large tree.

@@ -1,6 +1,6 @@
 """Resolve settings from code, launch flags, environment variables, a file, and defaults, in this order.
 
-``resolve`` returns the values in use and the origin of each. Nothing here imports torch.
+``resolve`` returns the values in use and the origin of each. This package does not import torch.
 """
 
 from __future__ import annotations

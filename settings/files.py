@@ -46,7 +46,7 @@ class ConfigFile:
     Attributes:
         path: the file.
         values: values by setting name, leaving out empty ones.
-        keys: the file's key for each of these settings.
+        keys: the file's key for each setting in ``values``.
         unused: keys of Accelerate that have no meaning in Paceline.
     """
 
@@ -60,18 +60,20 @@ class ConfigFile:
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The user's own file, which ``paceline config`` writes."""
+    """Return the path of the user's own file, which ``paceline config`` writes."""
     return Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "paceline" / "config.yaml"
 
 
 def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The file that ``accelerate config`` writes."""
+    """Return the path of the file that ``accelerate config`` writes."""
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(environment.get("HF_HOME") or cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file to use: the one that PACELINE_CONFIG_FILE names, or this folder's, the user's or Accelerate's.
+    """Return the file to use: the one that PACELINE_CONFIG_FILE names or, without it, the first one that exists.
+
+    The working directory's file comes first, then the user's own file, then Accelerate's.
 
     Raises:
         FileNotFoundError: the file that PACELINE_CONFIG_FILE names does not exist.
@@ -109,12 +111,12 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not in the format of its suffix, or it has an unknown key, two keys for one setting, an
-            invalid value, or a setting that Paceline does not support.
+        ValueError: the file is not in the format that its suffix indicates, or it has an unknown key, two keys for one
+            setting, an invalid value, or a setting that Paceline does not support.
     """
     place = _existing(Path(path).expanduser(), "The configuration path")
     found = ConfigFile(str(place))
-    for key, value in _flat(_load(place), place):
+    for key, value in _flat(load(place), place):
         for name, meant in _meaning(key, value, found).items():
             _put(found, key, name, meant)
     if any(key.startswith("parallelism_config.") for key in found.keys.values()):
@@ -125,7 +127,12 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
     return found
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """Return a file's content as plain data.
+
+    Raises:
+        ValueError: the file is not in the format of its suffix.
+    """
     suffix = _suffix(path)
     try:
         return _PARSERS[suffix](path.read_text(encoding="utf-8"))
@@ -185,7 +192,7 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key == "compute_environment" or word not in _TYPES:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
-            f"{file.path} has {key}: {value}, which Paceline does not support. It runs on your own machines, on CPUs, "
+            f"{file.path} has {key}: {value}, which is not supported. Paceline runs on your own machines, on CPUs, "
             f"CUDA GPUs and Apple's MPS. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]
@@ -227,10 +234,7 @@ _PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write settings in the format of the file's suffix. The file is written atomically.
-
-    The folder is created if needed.
-    """
+    """Write settings atomically, in the format that the file's suffix indicates. Create the folder if needed."""
     place = Path(path).expanduser()
     text = _WRITERS[_suffix(place)](dict(values))
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ class Setting:
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        ``where`` says where the value was given; errors begin with it.
+        ``where`` says where the value was given; error messages begin with it.
 
         Raises:
             ValueError: the value is not valid for this setting.
@@ -81,7 +81,7 @@ def _count(name: str, help: str, default: int | None = None, least: int = 0, mos
 
 
 def _choice(name: str, help: str, default: str | None, *choices: str, **more: Any) -> Setting:
-    how = {key: more.pop(key) for key in ("refused", "numbered") if key in more}
+    how = {key: more.pop(key) for key in ("numbered",) if key in more}
     parse = choice(*choices, **how)
     return Setting(name, parse, default, help, accepts=", ".join(choices), **{"group": "run", **more})
 
@@ -112,7 +112,7 @@ _RUN = [
         "no",
         "fp16",
         "bf16",
-        refused={"fp8": "Paceline has no 8-bit training. Choose 'bf16'."},
+        "fp8",
         variables=("ACCELERATE_MIXED_PRECISION",),
     ),
     _count(
@@ -131,6 +131,11 @@ _RUN = [
         group="deepspeed",
     ),
     _switch("cpu", "train on the CPU, even if there are GPUs", variables=("ACCELERATE_USE_CPU",), keys=("use_cpu",)),
+    _text(
+        "device",
+        "the device of this process, such as cuda:1; by default the best one",
+        variables=("ACCELERATE_TORCH_DEVICE",),
+    ),
     _text("strategy", "how processes share the work, by name: ddp, fsdp, deepspeed, ...", objects=True),
     _switch(
         "debug",

@@ -25,7 +25,7 @@ _CLOSE = 0.75
 
 
 class Given(NamedTuple):
-    """A value from code that is used unchanged, and a text for where it was given (``Trainer(precision='bf16')``)."""
+    """A value from code that is used unchanged, and where it was given, such as ``Trainer(precision='bf16')``."""
 
     value: Any
     where: str
@@ -207,7 +207,7 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
     lost = [one for one in others if one.origin.place != "default" and one.value != first.value]
     if lost:
         against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
-        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}, which overrides {against}.")
+        messages.info_once(f"{name}={first.value!r} from {first.origin.where} overrides {against}.")
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
@@ -227,7 +227,7 @@ def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -
 def hand_over(settings: Settings) -> dict[str, str]:
     """Return the environment variables that pass a launcher's settings to its processes.
 
-    They contain the file's path and every flag, and say which variables come from flags.
+    They contain the file's path and the value of every flag, and say which variables come from flags.
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {

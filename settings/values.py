@@ -57,11 +57,10 @@ def positive(value: Any) -> float:
     return number
 
 
-def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool = False) -> Parse:
+def choice(*choices: str, numbered: bool = False) -> Parse:
     """Parse one of several words, ignoring case.
 
-    ``refused`` maps known but unsupported words to what to do instead. With ``numbered``, a word may also be given by
-    its number, counting from 1.
+    With ``numbered``, a word may also be given by its number, counting from 1.
     """
     by_word = {word.lower(): word for word in choices}
     if numbered:
@@ -71,8 +70,6 @@ def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool 
         word = str(getattr(value, "value", value)).strip().lower()
         if value is False and "no" in by_word:  # `no` in a YAML file
             word = "no"
-        if refused and word in refused:
-            raise ValueError(f"is not supported: {refused[word]}")
         if word not in by_word:
             close = messages.did_you_mean(word, by_word)
             raise ValueError(f"is not a valid value.{close} Choose {messages.names(choices)}.")

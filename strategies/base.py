@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..big_model.device_map import spread_in
 from ..big_model.sharded_loading import all_or_none
-from ..torch_private import multiply_each_
+from ..torch_private import multiply_each_, untried
 from .communication import Communication
 from .placement import Placement
 from .precision.base import gradients
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Strategy(Placement, Communication, State):
-    """Runs one process on one device. Subclasses distribute the work across several processes.
+    """Runs a model in one process on one device. Subclasses distribute the work across several processes.
 
     The base classes handle placement, communication and checkpoint state. This class adds the parts that combine them:
     starting and ending a run, and the training step. A run calls ``setup_environment``, ``setup_module`` and
     ``setup_optimizers``, then runs its steps, and finally calls ``teardown``.
 
-    Precision is a separate object, not a subclass: ``strategy.precision`` decides dtypes and loss scaling.
+    A separate object, ``strategy.precision``, decides dtypes and loss scaling.
     """
 
     #: The names that select this strategy in ``Trainer(strategy=...)``.
@@ -53,6 +53,8 @@ class Strategy(Placement, Communication, State):
 
     def setup_environment(self) -> None:
         """Make this process's device current and join the process group. Called once per run in every process."""
+        if warning := untried():
+            messages.warn_once(warning)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -108,7 +110,7 @@ class Strategy(Placement, Communication, State):
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; if None, unwrap them."""
+        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run, or unwrap them if it is None."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -118,7 +120,7 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next backward pass communicates gradients; only a window's last micro-batch needs to."""
+        """Set whether the next backward pass communicates gradients; only the last one in a window must."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
@@ -172,7 +174,7 @@ class Strategy(Placement, Communication, State):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Scale the loss, shape (), if fp16 needs it, and run backward. ``how`` replaces ``loss.backward()``."""
+        """Scale the loss, shape (), if fp16 needs it, and call ``how(loss)`` or, if None, ``loss.backward()``."""
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()
@@ -191,7 +193,7 @@ class Strategy(Placement, Communication, State):
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        """Finish the gradients of a complete window: remove fp16's loss scale and multiply by ``factor``."""
+        """Finish the gradients of an accumulation window: remove fp16's loss scale and multiply by ``factor``."""
         if self.precision.scaler is not None:
             self.unscale_gradients(optimizer)
         if isinstance(factor, Tensor) or factor != 1.0:

@@ -181,13 +181,13 @@ def choose_strategy(
 
 
 def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_nodes: int) -> Cluster | None:
-    """Return this process's cluster, as the user's environment describes it."""
+    """Return this process's cluster, as described by the ClusterEnvironment that the user passed."""
     number = environment.world_size() // num_nodes if devices == "auto" else devices
     return environment.cluster(len(find_devices(number, find_kind(accelerator))), num_nodes)
 
 
 def strategy_in(settings: Settings) -> Strategy | str:
-    """Return the strategy for ``use_fsdp`` and similar settings, not placed yet; ``"auto"`` if none of them is set."""
+    """Return the unplaced strategy for ``use_fsdp`` and similar settings; ``"auto"`` if none of them is set."""
     options, cluster = options_in(settings), find_cluster()
     if cluster is not None:
         options.check_size(cluster.world_size)
@@ -196,7 +196,7 @@ def strategy_in(settings: Settings) -> Strategy | str:
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
-    """Return the strategy with this name in :data:`SEVERAL`, not placed yet; ``options`` override its arguments."""
+    """Return the unplaced strategy with this name in :data:`SEVERAL`; ``options`` override its default arguments."""
     file, kind, arguments = SEVERAL[name]
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 

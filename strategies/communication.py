@@ -30,7 +30,7 @@ class Communication:
     """The processes of a run: how they start, which one this is, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
-    ``DistributedStrategy``, which overrides everything here. If some processes see the same data, also override
+    ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override
     ``data_rank``, ``num_data_ranks`` and ``data_group``.
     """
 
@@ -168,7 +168,7 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text; ``place`` names the call in the error if one is missing."""
+        """Return True if all processes pass the same text; if one does not call this, the error says ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
@@ -197,4 +197,4 @@ class Communication:
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:
-        """Called when an error ends the run, to stop waiting for other processes, which may not have failed."""
+        """Called when an error ends the run. From then on, this process does not wait for the others."""

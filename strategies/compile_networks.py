@@ -39,8 +39,7 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
     """Compile the networks that a module's steps call: its submodules, and the module itself for ``self(x)``.
 
     The steps stay plain Python, so ``self.log`` and the rest of the trainer stay outside the graph. ``settings`` is
-    True or a mapping of arguments for ``torch.compile``. With ``regional``, only repeated blocks are compiled if the
-    module has any.
+    True or arguments for ``torch.compile``. With ``regional``, only the module's repeated blocks are compiled, if any.
     """
     watch_compiling()
     arguments = arguments_of(settings)
@@ -65,7 +64,7 @@ def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
 
 
 def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Run ``module.compile(**settings)``, even for torch's own layers, which torch does not compile on their own."""
+    """Run ``module.compile(**settings)``, and make it work for torch's own layers, which torch would skip."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**settings)
         return

@@ -155,7 +155,7 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes (one each) and the number of machines. Called first."""
+        """Set the devices of this machine's processes, one each, and the number of machines. Call this first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
@@ -227,7 +227,7 @@ class DistributedStrategy(Strategy):
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes. Each of them either reruns the command and gets here again, or calls the function."""
+        """Start the processes. Depending on the start method, each reruns the command or calls ``function``."""
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
@@ -346,8 +346,8 @@ class DistributedStrategy(Strategy):
         if not self.talks:
             if self._abandoned:
                 raise RuntimeError(
-                    "all_gather was called after an error. The other ranks may not have failed, so they would never "
-                    "call it. Do not call it in code that handles errors."
+                    "all_gather was called after an error. Ranks that did not fail may never call it, so this rank "
+                    "could wait for them forever. Do not call it in code that handles errors."
                 )
             return data
         with self._at("all_gather"):
@@ -415,7 +415,7 @@ class DistributedStrategy(Strategy):
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers (such as batch norm statistics), because checkpoints contain rank 0's."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
         if self.talks:
             same_buffers(module, self.data_group)
 
@@ -467,7 +467,7 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is the text that the user wrote."""
+    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is the user's setting, for the error."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
             f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "

@@ -17,8 +17,8 @@ class ItemWindow:
 
     Each loss is multiplied by its number of items and divided by ``unit``, a power of two. When the window is complete,
     its gradients are multiplied by the factor from :meth:`finish`, which turns them into the mean over the items of all
-    ranks. ``items`` counts this rank's items in the window so far. ``said`` begins error messages and says where the
-    counts come from, such as ``"Net.training_step returned"``.
+    ranks. ``items`` counts this rank's items in the window so far. ``said``, the beginning of error messages, says
+    where the counts come from, such as ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:
@@ -51,7 +51,7 @@ class ItemWindow:
         return {"items": items, "unit": self.unit}
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore the state from :meth:`state_dict`, or only its unit if there is no unfinished window."""
+        """Restore the state from :meth:`state_dict`, or only ``unit`` if there is no unfinished window."""
         self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]

@@ -44,7 +44,7 @@ def _keep_last_values(scheduler: OneCycleLR) -> None:
         messages.warn_once(
             f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues, "
             f"so the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps "
-            "in the whole run, or in this schedule's part of it if it is inside a SequentialLR. If the schedule's "
+            "in the whole run or, inside a SequentialLR, in this schedule's part of the run. If the schedule's "
             "state was loaded, total_steps is the saved value."
         )
     for group, rate in zip(scheduler.optimizer.param_groups, last, strict=False):  # a chain may have changed it

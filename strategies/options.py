@@ -18,7 +18,7 @@ SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_s
 
 @dataclass(frozen=True)
 class Options:
-    """The user's arguments for each strategy class; None where there are none.
+    """The user's arguments for each strategy class; None for a class without any.
 
     Attributes:
         fsdp: arguments for FSDPStrategy.
@@ -41,7 +41,7 @@ class Options:
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
             raise ValueError(
                 f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
-                "Leave one out (the settings use_deepspeed, use_fsdp and use_parallelism_config count too)."
+                "Leave one out (it may come from the setting use_deepspeed, use_fsdp or use_parallelism_config)."
             )
 
     @property

@@ -26,7 +26,8 @@ class Placement:
 
     These methods are called when a run starts, never during a step. By default, the whole module is on one device. A
     subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run training
-    steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to create layers elsewhere.
+    steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how layers are
+    created.
 
     Args:
         device: where the module and the batches live.
@@ -72,7 +73,7 @@ class Placement:
     def empty_init_context(self) -> Iterator[None]:
         """Context manager that creates layers without drawing initial values, for weights that will be loaded later.
 
-        By default, layers get uninitialized memory. A strategy that shards the model creates them without memory.
+        By default, layers get uninitialized memory. A strategy that shards the model creates them on the meta device.
         """
         with self.init_context(), no_initial_values():
             yield
@@ -80,7 +81,7 @@ class Placement:
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, move it to the device, and shard it if the strategy shards.
 
-        Layers without memory are allocated and initialized.
+        Layers on the meta device are allocated and initialized.
         """
         module = self.precision.convert_module(module)
         self._materialize(module, self.device)
@@ -98,7 +99,7 @@ class Placement:
         """If ``synchronize``, make batch norms use the batches of all processes. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Wrap a module that is set up, if this strategy runs training steps through a wrapper."""
+        """Wrap a module that has already been set up, if this strategy runs training steps through a wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:

@@ -24,8 +24,7 @@ _GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 class CompileWatch(logging.Handler):
     """Counts and times the compilations of torch.compile in this process.
 
-    ``recompilations`` and ``reasons`` are keyed by torch's name for the function; ``seconds`` is the total compile
-    time.
+    ``recompilations`` and ``reasons`` are keyed by torch's name for the function; ``seconds`` is the total time.
     """
 
     def __init__(self) -> None:

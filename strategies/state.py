@@ -35,7 +35,7 @@ class State:
     def states_in_parts(self) -> Iterator[bool]:
         """Context manager in which states may contain DTensors, so that each process writes its own shards.
 
-        Yields True if they may, False if the strategy only has full states.
+        Yields True if they may, False if the strategy only supports full states.
         """
         yield False
 

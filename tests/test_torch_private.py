@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from paceline import messages
 from paceline import torch_private as private
+from paceline.strategies.base import SingleDevice
 
 FILE = Path(private.__file__)
 CPU = torch.device("cpu")
@@ -69,18 +71,68 @@ def documented() -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
-def test_every_entry_is_described_and_the_versions_are_those_that_may_be_installed() -> None:
+def test_every_entry_is_described_and_the_versions_are_those_that_were_tried() -> None:
     entries = documented()
     assert len(entries) > 60
     assert not [name for name, text in entries.items() if not re.search(r"\S\.( |$)", text)]
-    allowed = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (FILE.parent / "pyproject.toml").read_text())
-    assert allowed is not None
-    assert f"in torch 2.{allowed[1]} to 2.{int(allowed[2]) - 1}." in (private.__doc__ or "")
+    oldest = re.search(r'"torch>=([\d.]+)"', (FILE.parent / "pyproject.toml").read_text())
+    assert oldest is not None
+    tried = f"torch {oldest[1]} to {'.'.join(map(str, private.NEWEST_TRIED))}"
+    assert f"in {tried}." in (private.__doc__ or "")
+    for page in ("README.md", "docs/first_fit.md"):
+        assert tried.replace("torch", "PyTorch") in (FILE.parent / page).read_text()
 
 
 def test_every_entry_is_used_below() -> None:
     used = {node.attr for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Attribute)}
     assert set(documented()) <= used
+
+
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> set[str]:
+    """The private names in a text that has nothing but names."""
+    return {word for word in re.split(r"\W", text) if re.fullmatch(r"_{1,2}[A-Za-z]\w*(?<!__)", word)}
+
+
+def test_every_private_name_is_in_the_table_and_the_installed_torch_has_it() -> None:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(FILE.read_text())):
+        if isinstance(node, ast.Attribute):
+            found |= words(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            found |= words(node.value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= words(" ".join([getattr(node, "module", None) or "", *(alias.name for alias in node.names)]))
+    assert len(found) > 60
+    assert not found - {"__recompiles"} - words(" ".join([*private.USED, *private.USED.values()]))
+    assert private.missing_names() == []
+    assert private.untried() is None
+    assert private.lacks("nn.modules.module", "_gone")
+
+
+def test_a_torch_that_was_not_tried_is_warned_about_once_with_the_names_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def run() -> list[str]:
+        SingleDevice(CPU).setup_environment()
+        return [str(recwarn.pop().message) for _ in range(len(recwarn))]
+
+    assert run() == []
+    monkeypatch.setattr(private, "NEWEST_TRIED", (2, 3))
+    messages.set_rank(1)
+    assert run() == []
+    messages.set_rank(0)
+    messages.forget()
+    (text,) = run()
+    assert text.startswith(f"Paceline was tested up to torch 2.3, and this is torch {torch.__version__}. It has every")
+    assert run() == []
+    messages.forget()
+    table = {"nn.modules.module": "_buffers|_gone _left", "nn.gone": "_apply", "Tensor": "_gone|_left _version"}
+    monkeypatch.setattr(private, "USED", table)
+    (text,) = run()
+    assert "torch.nn.modules.module._left, torch.nn.gone._apply, torch.Tensor._gone|_left. " in text
 
 
 # ---- data loading ----------------------------------------------------------------------------------------------------
@@ -385,7 +437,7 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     fully_shard(net, mesh=mesh["a"])
     kept = private.fsdp_parameters(net)
     assert {id(one.sharded_param) for one in kept} == set(map(id, net.parameters()))
-    assert private.whole_parameter(kept[0]) is None
+    assert private.waiting_gradient(kept[0]) is None
 
     state = private.fsdp_state(net)
     net.set_requires_gradient_sync(False)
@@ -400,11 +452,15 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     loss = held[0].sum()
     private.expect_backward(state)(loss)
     loss.backward()
-    assert private.whole_parameter(kept[0]) is not None
+    waiting = private.waiting_gradient(kept[0])
+    assert waiting is not None
+    private.set_waiting_gradient(kept[0], torch.full_like(waiting, 7))
     assert all(parameter.grad is None for parameter in net.parameters())
     net.set_requires_gradient_sync(True)
     private.finish_backward(state)
     assert all(parameter.grad is not None for parameter in net.parameters())
+    assert private.local_part(kept[0].sharded_param.grad).unique().tolist() == [7]
+    assert all(private.waiting_gradient(one) is None for one in kept)
 
 
 def test_policies_of_fsdp_say_what_they_wrap() -> None:
@@ -593,6 +649,19 @@ def test_an_index_of_a_checkpoint_names_these(tmp_path: Path) -> None:
     found = {(module, name) for module, name in names if module != "torch.distributed.checkpoint.metadata"}
     assert {one for one in found if one[1].startswith("_")} <= private.NAMES_IN_INDEX
     assert all(hasattr(import_module(module), name) for module, name in private.NAMES_IN_INDEX)
+
+
+class Named(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(1), torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse(), torch.ones(1).as_subclass(Named)],
+)
+def test_tensors_are_rebuilt_by_names_that_begin_like_this(value: Tensor) -> None:
+    rebuild = value.__reduce_ex__(2)[0]
+    assert f"{rebuild.__module__}.{rebuild.__name__}".startswith(private.REBUILD_TENSORS)
 
 
 def test_a_summary_writer_makes_a_new_file_writer_after_it_was_closed(tmp_path: Path) -> None:

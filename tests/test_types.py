@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 from paceline import Trainer
 from paceline.accelerator.enums import BackendName, MixedName, TrackerName
 from paceline.accelerator.plugins import ModeName
-from paceline.accelerator.trackers import get_available_trackers
+from paceline.accelerator.trackers import BUILT_IN
 from paceline.processes.accelerators import Accelerator as DeviceKind
 from paceline.processes.devices import ACCELERATORS, AcceleratorName
 from paceline.profilers import Profiler
@@ -165,7 +165,7 @@ def test_the_words_in_signatures_are_those_that_the_code_knows() -> None:
     assert set(get_args(MixedName)) == accepted("mixed_precision")
     assert set(get_args(BackendName)) == accepted("dynamo_backend")
     assert set(get_args(ModeName)) == accepted("dynamo_mode")
-    assert set(get_args(TrackerName)) == {"all", *get_available_trackers()}
+    assert set(get_args(TrackerName)) == {"all", *(kind.name for kind in BUILT_IN)}
     given = get_type_hints(Trainer.__init__)
     assert set(get_args(AcceleratorName)) == set(ACCELERATORS)
     assert set(get_args(given["accelerator"])) == {AcceleratorName, DeviceKind}

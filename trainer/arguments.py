@@ -102,12 +102,12 @@ def check_fast_dev_run(value: Any) -> int | bool:
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
-        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of batches.")
+        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of at least 0.")
     return bool(value) if value in (0, 1) else int(value)
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval`` and return it as (batches or fraction, seconds or None)."""
+    """Check ``val_check_interval``; return a pair of batches (int) or fraction (float), and seconds or None."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -121,9 +121,12 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
             "(float), a number of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0], or an int.")
+        raise ValueError(
+            f"Trainer: val_check_interval={value} is out of range. Pass a float in (0.0, 1.0] (fraction of an epoch), "
+            "or an int (number of batches)."
+        )
     if isinstance(value, Integral) and value < 1:
-        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass 1 or more batches.")
+        raise ValueError(f"Trainer: val_check_interval={value} is out of range. Pass a number of at least 1.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
             f"Trainer: val_check_interval={value} is a fraction of an epoch, but check_val_every_n_epoch=None counts "
@@ -133,7 +136,7 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
 
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
-    """Check that ``gradient_clip_val`` is a positive number or None, and the algorithm is "norm", "value" or None."""
+    """Check that ``gradient_clip_val`` is positive or None, and that the algorithm is "norm", "value" or None."""
     wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not float(value) > 0
     if value is not None and wrong:
         raise ValueError(f"Trainer: gradient_clip_val={value!r} must be a positive number, or None for no clipping.")
@@ -164,7 +167,7 @@ def check_profiler(value: Any) -> Profiler:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """Return an absolute path or a URL; None means the working directory."""
+    """Check a folder and return it as an absolute path or a URL; None means the working directory."""
     if value is None:
         return os.getcwd()
     if not isinstance(value, (str, os.PathLike)):
@@ -180,7 +183,7 @@ def check_folder(name: str, value: Any) -> str:
 
 
 def check_compile(value: Any) -> Any:
-    """Check ``compile``: a bool, a scope, or a dict of arguments for ``torch.compile``."""
+    """Check ``compile``: a bool, one of :data:`SCOPES`, or a dict of arguments for ``torch.compile``."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
             f"Trainer: compile={value!r} is {messages.a(value)}. Pass True, 'step', 'graphs', or a dict of "
@@ -225,7 +228,7 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
 def check_switch(name: str, value: T, none: bool = False) -> T:
     """Check that the value is a bool and return it.
 
-    If ``none`` is set, None is allowed too, for arguments whose default depends on something else.
+    If ``none`` is set, None is allowed too, for arguments whose default depends on other arguments.
     """
     if isinstance(value, bool) or (value is None and none):
         return value

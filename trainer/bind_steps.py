@@ -1,4 +1,4 @@
-"""Bind the user's steps and transfer hooks to callables with a fixed signature, when a run starts."""
+"""At the start of a run, turn the user's steps and transfer hooks into callables with a fixed signature."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the training step in the checks that its loss goes through before the backward pass."""
+    """Wrap the training step so that its loss is checked before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
@@ -105,7 +105,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """Bind the transfer hooks and the move to the device; return None if a batch needs neither."""
+    """Return a function that moves a batch to the device and calls the transfer hooks; None if neither is needed."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = None if run.datamodule is None else replaced(run.datamodule, name, DataModule)

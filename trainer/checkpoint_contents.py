@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Left(NamedTuple):
-    """The data from a run in other processes that this process needs to write the run's checkpoints.
+    """The data that this process needs to write checkpoints of a run that took place in other processes.
 
     Attributes:
         ranks: each rank's own state (see :mod:`.resume`).
@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Return the number of samples in a full batch of all ranks; in a resumed fit without a loader, the saved one."""
+    """Return the samples in a full batch across all ranks (in a resumed fit without a loader, the saved number)."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
@@ -224,7 +224,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline. The epoch and step were derived from its counters. It "
-            "contains no random states, so from here on random numbers differ from those of the saved run."
+            "contains no random states, so random numbers will differ from those of the saved run."
         )
     return resumed
 

@@ -98,8 +98,8 @@ class Saver:
             background: return as soon as the state is copied; if None, only when that is faster (large states, remote
                 storage).
             after: called on rank 0 once the files are on disk, in the thread that wrote them.
-            settled: called in the main thread with the error, or with None if the write succeeded; for a background
-                write, during the next call to this saver.
+            settled: called in the main thread with the error, or with None if the write succeeded. For a background
+                write, this happens during the next call to this saver.
             storage_options: passed to the CheckpointIO.
 
         Raises:
@@ -157,9 +157,9 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the checkpoint that training does not change.
+        """Return a copy of the checkpoint that further training leaves unchanged.
 
-        A value that a file cannot store raises an error here, not in the writer thread.
+        Raises an error for a value that a file cannot store, so that the writer thread does not have to.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 

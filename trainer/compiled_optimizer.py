@@ -1,4 +1,4 @@
-"""An optimizer that torch's compiler can trace: its own code and state, but with a learning rate that can change."""
+"""Make an optimizer traceable by torch.compile without fixing its learning rate in the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..torch_private import HAS_STEPPED, keep_address, let_trace_groups
 
-#: Where torch's wrappers are defined.
+#: The file that defines torch's wrappers of ``step``.
 _TORCHS = inspect.getfile(Optimizer)
 #: Attributes that belong to the class itself and are not copied to the traced class.
 _OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass__", "__slots__"}
@@ -26,7 +26,7 @@ class TracedOptimizer:
     copies with the learning rate in a tensor; the optimizer's own groups keep numbers, which schedulers set.
 
     Args:
-        optimizer: the optimizer to trace; from then on, the graph steps it.
+        optimizer: the optimizer to trace; from then on, the compiled graph steps it.
         cycled: whether a scheduler changes the optimizer's momentum, which optimizers such as Adam keep in ``betas``.
     """
 
@@ -69,7 +69,7 @@ class TracedOptimizer:
             self.raw_step(self.seen)
 
     def settle(self, static: bool) -> None:
-        """Move step counters to where the graph needs them.
+        """Move step counters to the devices of their parameters, as the graph requires.
 
         With ``static``, also keep the state at fixed memory addresses, because CUDA graphs write to the same memory on
         every replay.
@@ -85,10 +85,7 @@ class TracedOptimizer:
 
 
 class _Data:
-    """A numeric option of a parameter group, kept in a tensor so that a compiled graph takes it as an input.
-
-    Otherwise the graph would contain its value as a constant.
-    """
+    """A numeric option of a parameter group, kept in a tensor because a graph would treat a number as a constant."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")

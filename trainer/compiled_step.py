@@ -39,7 +39,7 @@ MOST_SHAPES = 4
 class Switches:
     """Torch settings for tracing a whole step, set only during compilation because setting them in every step is slow.
 
-    ``wanted``: whether a step that is compiled as a whole is running.
+    ``wanted``: whether the step that is running is compiled as a whole.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Switches:
         self._on: ExitStack | None = None
 
     def install(self) -> Switches:
-        """Register with torch's compiler; return self."""
+        """Register this object with torch's compiler, and return it."""
         on_compiling(self._begin, self._end)
         return self
 
@@ -110,8 +110,8 @@ class WholeStep:
     def batch_step(self, batch: Any) -> Callable[..., Any]:
         """Return the compiled function for a batch; each shape has its own graph.
 
-        On its own, torch would switch to one graph for all shapes when it sees a second one. A resumed run may see the
-        shapes in a different order, and would then round differently.
+        By default, torch would switch to one graph for all shapes when it sees a second shape. A resumed run may see
+        the shapes in a different order, and would then round differently.
         """
         key = shapes_of(batch) if self.by_shape else None
         found = self.batch_steps.get(key)
@@ -138,7 +138,7 @@ class WholeStep:
             batch: the batch, on its device.
             batch_idx: its index in the epoch.
             by_items: whether ``num_items`` is expected.
-            before: the number of items in the window's earlier micro-batches, a float64 tensor of shape (), or None.
+            before: the number of items in the window's earlier micro-batches as a float64 tensor of shape (), or None.
             complete: whether this is the window's last micro-batch.
             factor: the factor to multiply the window's gradients by, unless they are weighted by items.
 
@@ -170,7 +170,7 @@ class WholeStep:
         return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Run backward; inside a window, gradients are added in place."""
+        """Run backward; inside a window, add the gradients to the earlier ones in place."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -241,13 +241,13 @@ class WholeStep:
         )
 
     def changing(self) -> tuple[str, str]:
-        """Return why torch gave up after recompiling the step too often, and what to do."""
+        """Return why torch gave up after recompiling the step too often, and a fix."""
         reason = self.watch.last_reason
         why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
         return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
-        """Return what torch cannot trace, and what to do."""
+        """Return the operation that torch cannot trace, and a fix."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[0] if lines else type(error).__name__
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
@@ -287,8 +287,8 @@ def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
 class CompiledStep(TrainStep):
     """A step that calls one compiled function per batch.
 
-    The first update of a fit runs uncompiled, so that the optimizer creates its state and mistakes in ``training_step``
-    raise their own errors.
+    The first update of a fit runs uncompiled. This lets the optimizer create its state, and a mistake in
+    ``training_step`` raises its own error rather than the compiler's.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:

@@ -1,4 +1,4 @@
-"""Raise, before anything runs, for settings that a training step compiled as a whole does not support."""
+"""Check, before anything runs, that the settings allow the whole training step to be compiled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_module(run: Run) -> None:
-    """Raise a ValueError for a module or callback that acts in the middle of a step, which a graph cannot contain."""
+    """Raise a ValueError for a module or callback whose code would have to run in the middle of the graph."""
     check_trainer(run.trainer)  # a callback may have changed the trainer
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:

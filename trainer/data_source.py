@@ -133,7 +133,7 @@ class DataSource:
         return shard(loader, strategy.data_rank, strategy.num_data_ranks)
 
     def agree_on_length(self) -> None:
-        """Limit every rank to the number of batches of the rank with the fewest, and warn if the numbers differ."""
+        """Limit every rank to the smallest number of batches that any rank has; warn if the numbers differ."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
@@ -243,7 +243,7 @@ class DataSource:
     def _keeps_validation_until(self) -> int | float:
         """Return the first epoch in which validation needs new loaders.
 
-        The sanity check's loaders are kept if the same epoch validates too.
+        Loaders created for the sanity check are reused if the first epoch validates too.
         """
         state, trainer = self.run.state, self.run.trainer
         if not self.reloads():
@@ -265,7 +265,7 @@ class DataSource:
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """At the end of a run, restore the loaders to the state they were passed in, and stop their workers."""
+        """At the end of a run, restore the loaders to their original state, and stop their workers."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):
@@ -308,7 +308,7 @@ class DataSource:
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """Return the number of training batches to fetch; inf if the loader ends by then anyway."""
+        """Return the number of training batches to fetch; inf if no limit cuts the loader short."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

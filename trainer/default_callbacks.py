@@ -119,7 +119,7 @@ def _from_packages() -> list[Callback]:
         if wrong:
             raise TypeError(
                 f"The entry point {point.name!r} ({point.value}) of the group {point.group!r} returned {wrong[0]!r}, "
-                "which is not a Callback. Uninstall the package that provides it, or report this to its authors."
+                "which is not a Callback. Uninstall the package that provides it, or report the problem to its authors."
             )
         names = messages.names((type(one).__name__ for one in made), last="and")
         messages.info_once(f"The entry point {point.name!r} ({point.value}) adds {names} to the callbacks.")
@@ -146,7 +146,7 @@ def _given_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
-    """Raise if the user passes a callback of a kind that is switched off."""
+    """Raise if the user passes a callback whose kind is switched off (``enable_checkpointing=False``, for example)."""
     for name, kind in SWITCHED.items():
         off = getattr(trainer, name) is False
         asked = next((c for c in callbacks if isinstance(c, kind)), None)

@@ -55,10 +55,9 @@ class EvalLoop:
         return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
-        """Run one pass; return a dict of logged epoch values for each loader (empty for predict).
+        """Run the stage once; return a dict of logged epoch values for each loader (empty for predict).
 
-        ``zero_grad``: whether to tell the module that gradients may be freed (in a validation between two windows of a
-        fit).
+        ``zero_grad``: whether to let the module free its gradients before a validation.
         """
         run = self.run
         if run.source.limit(self.kind) == 0:
@@ -81,7 +80,7 @@ class EvalLoop:
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
-        """Run the hooks and batches of the pass, with gradients off and the module in eval mode."""
+        """Run the stage's hooks and batches, with gradients off and the module in eval mode."""
         run, metrics = self.run, self.metrics
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
@@ -119,7 +118,7 @@ class EvalLoop:
         ]
 
     def started(self) -> bool:
-        """Call the start hooks; return True if one of them changed the batch size, which drops the loaders."""
+        """Call the start hooks; return True if one of them dropped the loaders by changing the batch size."""
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
@@ -183,17 +182,17 @@ class EvalLoop:
         run.predict_batch_indices.append(taken)
 
     def hand_over(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
-        """Run every batch of one loader; ``step(dataloader_iter)`` fetches the batches itself.
+        """Run one loader through ``step(dataloader_iter)``, which fetches the batches itself.
 
-        The batch-start hook gets the batch that was fetched last, because the step may fetch several batches or none.
+        The batch-start hook gets the previously fetched batch, because the step may fetch several batches or none.
         """
         run, metrics = self.run, self.metrics
         name = f"{self.word}_step"
         if run.strategy.world_size > 1:
             raise ValueError(
                 f"{name}(dataloader_iter) does not work with {run.strategy.world_size} processes, because a step that "
-                f"fetches its own batches cannot leave out the ones that only pad its shard. Use {name}(batch, "
-                "batch_idx), or a single process."
+                "fetches its own batches cannot leave out batches that are only padding. Use "
+                f"{name}(batch, batch_idx), or a single process."
             )
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
         known = run.source.length(loader)
@@ -236,11 +235,10 @@ class EvalLoop:
             )
 
     def may_stop(self, known: float) -> bool:
-        """Return True if a signal may stop this pass between two batches.
+        """Return True if a signal may stop this evaluation between two batches.
 
-        A pass must not stop inside a fit, which finishes its validations, or if ranks may have different numbers of
-        batches (the length is not ``known``), because ranks at the end of the pass would wait for the ranks that
-        stopped.
+        Inside a fit, a validation is always finished. If the ranks may have different numbers of batches (the length
+        is not ``known``), a rank that has run all of its batches would wait for the ranks that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
@@ -256,7 +254,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return the batches, each with a flag that says whether the batch counts."""
+        """Return the batches, each with a flag that is False if the batch only keeps the other ranks from waiting."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
@@ -265,7 +263,7 @@ class EvalLoop:
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
         """Yield batches when a forward pass needs all ranks but the number of batches per rank is unknown.
 
-        A rank that has run out of batches repeats its last one, which does not count, until all ranks are done.
+        A rank that has run out of batches repeats its last one, flagged False, until all ranks are done.
         """
         strategy = self.run.strategy
         iterator, end, last = iter(batches), object(), None

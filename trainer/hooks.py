@@ -28,7 +28,7 @@ class HookTable:
     """The callables of each hook in call order, with ``trainer`` and the module already bound.
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
-    end of a batch or a validation, callbacks with ``runs_last`` come after the module, to save what its hook did.
+    end of a batch or a validation, callbacks with ``runs_last`` come after it, to save the changes that its hook makes.
     ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and ``on_train_epoch_end`` holds
     all others.
     """
@@ -116,7 +116,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook that ``name`` is a misspelling or an old name of; None if it is the user's own method."""
+    """Return the hook of which ``name`` is a misspelling or an old name; None if ``name`` is the user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -125,7 +125,7 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 
 
 def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
-    """Raise if the hook cannot be called as the loop will call it; ``extra`` adds the argument ``dataloader_idx``."""
+    """Raise if the hook does not accept the loop's arguments; ``extra`` adds the argument ``dataloader_idx``."""
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):

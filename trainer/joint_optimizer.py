@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(Optimizer):
-    """Several optimizers combined into one. It is passed to hooks and overrides, and steps all of them in each update.
+    """Several optimizers combined into one that steps them together; hooks and overridden methods receive it.
 
-    Its parameter groups and state are those of all its optimizers. It has no options, hooks or ``state_dict`` of its
-    own.
+    It has the parameter groups and state of all of them, but no options, hooks or ``state_dict`` of its own.
 
     Attributes:
         optimizers: the optimizers, as ``configure_optimizers`` returned them.
@@ -67,7 +66,7 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
     Args:
         module: the module whose parameters the optimizers train.
         optimizers: one or more optimizers.
-        said: the beginning of the error message, up to the list of optimizers ("... returned").
+        said: the beginning of the error message, before the list of optimizers ("... returned").
     """
     by_hand = "set self.automatic_optimization = False in __init__ and step them in training_step"
     if len(optimizers) < 2:
@@ -76,8 +75,8 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
         if needs_closure(optimizer):
             raise ValueError(
                 f"{said} {_names(optimizers)}. {type(optimizer).__name__} evaluates the loss itself, perhaps several "
-                "times per step, while the other optimizers wait with gradients that are then out of date. Return it "
-                f"alone, or {by_hand}."
+                "times per step, so the gradients of the other optimizers would be out of date. Return it alone, or "
+                f"{by_hand}."
             )
     seen: dict[int, Optimizer] = {}
     for optimizer in optimizers:

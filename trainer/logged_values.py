@@ -1,4 +1,4 @@
-"""Logged values as users read them; the error for a missing value says when it will be available."""
+"""Dicts of logged values, whose error for a missing value says when it will be available."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MissingValueError(KeyError):
 
 
 class LoggedValues(dict[str, Value]):
-    """A dict of logged values. ``why`` explains a missing name. Copies and unpickled values are ordinary dicts."""
+    """A dict of logged values; ``why`` explains why a name is missing. Copies and pickles of it are ordinary dicts."""
 
     __slots__ = ("_why",)
 

@@ -60,7 +60,7 @@ class FitLoop:
         self.validate = self.profiler.around("run_validation", self.validation.validate)
 
     def train(self) -> None:
-        """Train until a limit is reached, the run is asked to stop, or an exception ends it."""
+        """Train until a limit is reached, a stop is requested, or an exception ends the run."""
         run, state, metrics = self.run, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
@@ -100,7 +100,7 @@ class FitLoop:
     def owed(self) -> Pending:
         """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
-        If there is more to train now, the pending end of training, or of an epoch that was cut short, is dropped.
+        If there is more to train now, a pending end of training or of an incomplete epoch is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -228,7 +228,7 @@ class FitLoop:
     def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
         """Return the batch iterator, and whether training is already over.
 
-        On a resume, this restores the state of the saved run and finishes the batch after which it was saved.
+        When the fit resumes, this restores the saved run's state and finishes the batch after which it was saved.
         """
         resumed = self.resumed
         if resumed is not None and start_batch > 0:
@@ -243,7 +243,7 @@ class FitLoop:
         return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def place_in_data(self) -> dict[str, Any]:
-        """Return this rank's position in the data for a checkpoint; a resume fetches a prefetched batch again."""
+        """Return this rank's position in the data for a checkpoint; a resumed run refetches a prefetched batch."""
         if self.resumed is not None:
             return self.resumed.place_in_data()
         batches = None if self.state.epoch_done else self._fetched
@@ -257,9 +257,9 @@ class FitLoop:
         }
 
     def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """Do what follows a batch's last hooks: logging, validation, plateau schedulers.
+        """Do the work after a batch's last hooks: logging, validation, plateau schedulers.
 
-        After a resume, do only what the saved run had not done yet.
+        After a resume, do only the work that the saved run had not done yet.
 
         ``reason`` says why the run stops after this batch, if it does. Returns ``reason``, or a new reason from
         validation.
@@ -275,7 +275,7 @@ class FitLoop:
         return reason
 
     def finish_batch(self, schedules: Schedules) -> None:
-        """Do the remaining work for the batch after which the checkpoint was written."""
+        """Do the work that is still pending for the last batch, such as schedulers and logging."""
         state = self.state
         if state.pending is SCHEDULERS:
             schedules.after_batch()
@@ -284,21 +284,21 @@ class FitLoop:
             self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
-        """End an epoch whose remaining batches a hook skips: complete the window, then do the end-of-batch work."""
+        """Complete the window and the end-of-batch work of an epoch whose remaining batches a hook skipped."""
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
         self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
-        """Finish an epoch whose checkpoint was written in ``on_train_epoch_end``."""
+        """After resuming from a checkpoint that was written in ``on_train_epoch_end``, finish that epoch."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
         self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
-        """Do the end-of-epoch work. An epoch that was cut short is not complete, so a later fit continues it."""
+        """Do the end-of-epoch work. An epoch that is not ``complete`` is continued by a later fit."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
@@ -358,7 +358,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Return True if the epoch's last batch is done. If it is not and ``reason`` is a signal, end the run."""
+        """Return True if the epoch's last batch is done; if it is not and ``reason`` is a signal, end the run."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class LossReader:
-    """Reads losses, which must all have the form of the first one.
+    """Reads losses; either all or none of them must come with ``num_items``.
 
     Attributes:
-        together: whether a callback skips a batch on either all ranks or none.
-        form_known: whether a loss has been read; later losses must have the same form.
+        together: whether a callback makes all ranks skip the same batches.
+        form_known: whether a loss has been read, so that ``by_items`` is final.
         by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 
@@ -47,20 +47,20 @@ class LossReader:
         if (items is not None) != self.by_items:
             raise ValueError(
                 f"{self.owner} returned 'num_items' for some batches but not for all, so the window's losses cannot "
-                "be weighted. Return it for every batch, or for none."
+                "be weighted. Return 'num_items' for every batch, or for none."
             )
         return loss if items is None else self.window.weigh(loss, items)
 
     def finish_window(self) -> Tensor:
-        """Return the factor that converts the window's summed gradients to the mean over all ranks' items; shape ()."""
+        """Return the factor, of shape (), that turns the window's summed gradients into the mean over all items."""
         return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the item count of the current window and the unit that weights it, as plain data."""
+        """Return the number of items in the current window, and the window's ``unit``, as plain data."""
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore :meth:`state_dict`; outside a window, restore only the unit."""
+        """Restore the state from :meth:`state_dict`; outside a window, restore only its ``unit``."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True
@@ -92,7 +92,7 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run here, "
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run "
                 "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
                 "backward, torch's anomaly trace names the operation."
             )
@@ -116,7 +116,7 @@ class LossReader:
 
 
 class LossWatch:
-    """Warns once if a NaN or infinite loss is among the values that are copied to the host anyway.
+    """Warns once if a NaN or infinite loss is among the values that are copied to the host for the loggers.
 
     Losses are the values with the word "loss" in their names, and the loss that ``training_step`` (``owner``) returned.
     """

@@ -1,4 +1,4 @@
-"""Raise if the user's code steps the optimizer or runs backward when the trainer already does."""
+"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 class HandSteps:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
-    The wrapped optimizers that ``self.optimizers()`` returns always raise.
+    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -57,7 +57,7 @@ class HandSteps:
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
-        """Watch an epoch's updates if they are among the fit's first ones."""
+        """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
@@ -83,7 +83,7 @@ class HandSteps:
         setattr(step, step.UPDATE, counted)
 
     def let_go(self) -> None:
-        """Stop watching until the next epoch, because code in between, such as a tuner, may step the optimizer."""
+        """Stop watching until the next epoch, because code between epochs, such as a tuner, may step the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

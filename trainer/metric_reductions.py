@@ -44,7 +44,7 @@ class Record:
     """The last value logged under a name. Subclasses also reduce the values over the epoch.
 
     A value on the CPU is kept as a Python number, which is cheaper than detaching the tensor and safe from in-place
-    changes. A value on a device is copied on that device, so that nothing waits for it.
+    changes. A value on another device is copied on that device, so that the host does not wait for it.
 
     Attributes:
         fresh: whether the value was updated since it was last sent to the loggers.
@@ -94,18 +94,18 @@ class Record:
         self.shared = None
 
     def step_value(self) -> Tensor | float | None:
-        """The last value: a number, or a scalar tensor on its device; None before the first call."""
+        """Return the last value: a number, or a scalar tensor on its device; None before the first call."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device.
+        """Return the epoch's value: a number, or a scalar tensor on its device.
 
         If the value is shared, all processes must call this.
         """
         raise NotImplementedError
 
     def fits(self, options: Options) -> bool:
-        """Return True if these options equal the restored ones, which name the reduction and have no process group."""
+        """Return True if these options match restored ones; compares reductions by name, ignores the process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -121,7 +121,7 @@ class Record:
         return self.shared
 
     def reset(self) -> None:
-        """Start a new epoch."""
+        """Clear the values for a new epoch."""
         self.value = self.shared = None
         self.fresh = self.seen = False
 
@@ -205,7 +205,7 @@ class SumRecord(Record):
         self.shared = None
 
     def _add(self, value: Tensor, weight: int) -> Tensor | None:
-        """Add a value on its device; return the copy to show as the step's value."""
+        """Add a value on its device; return a copy as the step's value, or None if step values are not logged."""
         value = scalar(self.key, value)
         if self.total is None:
             kind = torch.float32 if value.device.type == "mps" else torch.float64
@@ -300,7 +300,7 @@ class ExtremeRecord(Record):
 
 
 class MetricRecord(Record):
-    """A torchmetrics ``Metric``: computed at the end of the epoch and reset by the trainer."""
+    """A torchmetrics ``Metric``, which the trainer computes at the end of the epoch and then resets."""
 
     reduction = "metric"
 
@@ -449,7 +449,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """Return ``value`` with shape (); raise an error with its name if it has more than one element."""
+    """Return ``value`` with shape (); raise an error that contains ``name`` if it has more than one element."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -461,7 +461,7 @@ def scalar(name: str, value: Tensor) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise an error with its name if it is not a number."""
+    """Return ``value`` as a float; raise an error that contains ``name`` if it is not a number."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -487,7 +487,7 @@ def taken(name: str, value: Any) -> Tensor | float:
 
 
 def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return a value to monitor as a scalar tensor that may be used in training."""
+    """Return a value to monitor as a scalar tensor that autograd can use (not an inference tensor)."""
     with torch.inference_mode(False):
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=dtype)

@@ -1,8 +1,8 @@
 """The store that ``self.log`` writes to.
 
-The first call with a name checks everything and creates a record; each further call is one dictionary lookup and one
-update of the record, on the value's device. Values are copied from the device together, once per flush, without waiting
-for the device.
+The first call with a name checks its arguments and creates a record; each further call is one dictionary lookup and one
+update of the record, on the value's device. Each flush copies all values from the device together, without waiting for
+the device.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MetricStore:
         steps_in_evaluation: whether an evaluation step logs with ``on_step=True``, so that each of its batches is
             flushed.
         sent: the values last sent to the loggers.
-        listener: receives the values that a step logs while it runs on a micro-batch.
-        losses: checks losses that have reached the host; no check if None.
+        listener: receives the values that a step logs while it runs on a micro-batch; None otherwise.
+        losses: checks the losses that have reached the host; if None, losses are not checked.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -84,7 +84,7 @@ class MetricStore:
         return before
 
     def back(self, place: Place) -> None:
-        """Return to the point in the run before :meth:`enter`."""
+        """Return to the point in the run that :meth:`enter` returned."""
         self._moment, self.records, self._dataloader_idx = place
 
     def define(self, name: str, value: Any, options: Options) -> Record:
@@ -143,7 +143,7 @@ class MetricStore:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
                     f"{self._dataloader_idx}, so one value would replace the other. Leave out add_dataloader_idx, or "
-                    "use a name for each loader."
+                    "use a different name for each loader."
                 )
 
     def _weight(self, name: str) -> int:
@@ -174,10 +174,10 @@ class MetricStore:
 
     @contextmanager
     def muted(self, module: nn.Module) -> Iterator[None]:
-        """Context manager in which logged values and updates of the module's torchmetrics do not count.
+        """Context manager that discards logged values and updates of the module's torchmetrics.
 
         It is used for a batch that a process runs only because the other processes run one. Names that are first logged
-        here stay known, so that all processes have the same names.
+        inside the context stay known, so that all processes have the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
@@ -301,7 +301,7 @@ class MetricStore:
         self.flush_step(step, self.state.epoch)
 
     def drain(self, wait: bool = True) -> None:
-        """Send the values that have reached the host to the loggers, in order. With ``wait``, wait for all values."""
+        """Send values to the loggers, in order: those that have reached the host or, with ``wait``, all of them."""
         while self._copies and (wait or self._copies[0].ready()):
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
@@ -326,7 +326,7 @@ class MetricStore:
     def end_epoch(self) -> None:
         """Allow the epoch's values to be computed.
 
-        Shared values are computed now, so that a single process can read them later.
+        Values shared across processes are computed now, so that a single process can read them later.
         """
         self.epoch_ended = True
         self._share()
@@ -346,8 +346,8 @@ class MetricStore:
         odd = sorted({records[name].key for name in pending if name not in common})
         if odd:
             messages.warn_once(
-                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so the "
-                "epoch's value is this rank's own. Log the value on every rank, or pass self.log(..., "
+                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
+                "each rank computes its own epoch value. Log the value on every rank, or pass self.log(..., "
                 "rank_zero_only=True)."
             )
 
@@ -377,12 +377,12 @@ class MetricStore:
         return results
 
     def _keep(self, record: Record, key: str, value: Tensor | float) -> None:
-        """Keep a value for monitoring after its epoch."""
+        """Keep a value so that callbacks can monitor it after its epoch."""
         if not record.options.rank_zero_only:
             self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
 
     def send_epoch(self, results: list[Result], step: int, epoch: int) -> dict[str, float]:
-        """Copy epoch values to the host in one transfer, then pass them to the bar and the loggers."""
+        """Copy epoch values to the host in one transfer, then pass them to the progress bar and the loggers."""
         self.drain()
         numbers = to_host({record.epoch_key: value for _, record, value in results})
         self._bar.keep({r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.options.prog_bar})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Logged(NamedTuple):
-    """How a name was logged in one batch: everything except the value."""
+    """The arguments with which a name was logged in one batch, without the value."""
 
     name: str
     options: Options
@@ -40,7 +40,7 @@ class JoiningStep:
         self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
-        """Run the step on a micro-batch; running it again replaces the values logged before."""
+        """Run the step on a micro-batch; running it again on that micro-batch replaces the values logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
@@ -69,7 +69,7 @@ class JoiningStep:
         if options.sync_dist_group is not None:
             raise ValueError(
                 f"self.log({first.name!r}, sync_dist_group=...) does not work in a step that runs on micro-batches, "
-                "because its values are first sent to all processes of the pipeline. Leave out sync_dist_group."
+                "because the values are first sent to all processes of the pipeline. Leave out sync_dist_group."
             )
         if isinstance(value, nn.Module):
             name = next((name for name, module in self.module.named_modules() if module is value), None)
@@ -131,7 +131,7 @@ class Heard:
 
 
 class _Call(Heard):
-    """A call whose value is checked and copied."""
+    """A call to ``self.log`` whose value is checked and copied."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         if isinstance(value, (Tensor, float, int)):
@@ -143,7 +143,7 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function; for each name that it logs, ``listener`` returns the object to use in place of a record."""
+    """Call a function, and use ``listener`` to create a replacement for the record of each name that it logs."""
     before, store.records = store.records, Table()  # empty, so that every self.log call requests its record
     store.listener = listener
     try:

@@ -292,7 +292,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """For manual optimization: call this instead of ``loss.backward()``, so that precision and strategy apply."""
+        """Run backward in manual optimization; unlike ``loss.backward()``, this applies the precision and strategy."""
         trainer = self.trainer
         if self.automatic_optimization:
             raise RuntimeError(
@@ -481,7 +481,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors from all processes along a new first dimension, which is only added if there are several."""
+        """Stack tensors from all processes along a new first dimension, which is added only for several processes."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
 
     @property

@@ -73,13 +73,13 @@ class ModuleHooks:
         """Called after each training batch and its update. ``outputs["loss"]`` is a detached scalar of shape ()."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass. ``loss``, of shape (), is divided by the accumulation and unscaled."""
+        """Called before each backward pass. ``loss``, of shape (), is divided for accumulation and not yet scaled."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before each optimizer step and before clipping. Gradients are unscaled, complete and averaged."""
+        """Called before each optimizer step and before clipping, with unscaled gradients averaged across ranks."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called after each optimizer step, before its gradients are cleared."""
@@ -144,12 +144,12 @@ class ModuleHooks:
         """Called before validation inside a fit. Does nothing by default, because the gradients are already cleared."""
 
     def on_validation_model_eval(self: Any) -> None:
-        """Put the module into eval mode for validation, test or predict; remember the mode of every submodule."""
+        """Put the module into eval mode for validation, testing or prediction; remember every submodule's mode."""
         self.__dict__["_modes"] = [(module, module.training) for module in self.modules()]
         self.eval()
 
     def on_validation_model_train(self: Any) -> None:
-        """Restore the mode that every submodule had before validation, test or predict."""
+        """Restore the mode that every submodule had before validation, testing or prediction."""
         module: nn.Module
         for module, training in self.__dict__.pop("_modes", ()):
             module.training = training

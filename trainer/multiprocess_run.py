@@ -173,7 +173,7 @@ def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> Non
 
 
 def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
-    """Load the weights, which are unsharded under every strategy; return a description of what does not match."""
+    """Load the weights, which are unsharded under every strategy; return a description of any mismatch."""
     result = module.load_state_dict(weights, strict=False)
     odd = sorted({*result.missing_keys, *result.unexpected_keys})
     if not odd:
@@ -229,7 +229,7 @@ def _take_rest(run: Run, rest: dict[str, Any]) -> None:
 
 
 def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
-    """Return the objects that both processes have, which a report refers to by name."""
+    """Return the objects that exist in both processes, under the names by which a report refers to them."""
     module = run.module
     found = {"trainer": run.trainer, "run": run, "state": run.state, "strategy": run.strategy}
     found |= {"profiler": run.trainer.profiler, "datamodule": run.datamodule}
@@ -244,7 +244,7 @@ def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
 
 
 def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
-    """Name objects by class and number within the class, because a run may have added some in between."""
+    """Name objects by class and number within the class; positions in the list change if the run adds objects."""
     seen: Counter[str] = Counter()
     found = {}
     for one in objects:
@@ -272,7 +272,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles objects that both processes have by name, and tensors as CPU tensors without their graph."""
+    """Pickles an object that exists in both processes as its name, and tensors as CPU tensors without their graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
@@ -330,7 +330,7 @@ def _left_behind(name: str) -> Callable[..., Any]:
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{name} stayed in the training processes, because a lambda, or a function defined inside another "
-            "function, cannot be pickled. Define it at the top level of a file to call it here."
+            "function, cannot be pickled. Define it at the top level of a file to call it in this process."
         )
 
     return missing

@@ -1,4 +1,4 @@
-"""Convert the accepted forms of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
+"""Convert the accepted results of ``configure_optimizers()``, raise for all others, and wrap the optimizers."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it; ``step`` uses the precision and strategy, and is counted.
+    """An optimizer as ``self.optimizers()`` returns it. ``step`` applies the precision and strategy, and is counted.
 
-    Everything else (``param_groups``, ``state``, ``zero_grad``) is that of the original optimizer, which is available
-    as ``.optimizer``.
+    Everything else (``param_groups``, ``state``, ``zero_grad``) comes from the original optimizer (``.optimizer``).
 
     Attributes:
         stepped_at: ``trainer.state.batches`` at this optimizer's last step, which used all gradients up to then.
@@ -98,7 +97,7 @@ class ManagedOptimizer:
         return stepped
 
     def _show_gradients(self) -> None:
-        """Call the hooks that read complete gradients."""
+        """Unscale the gradients and call ``on_before_optimizer_step``."""
         self._run.strategy.unscale_gradients(self.optimizer)
         for hook in self._run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
@@ -182,7 +181,7 @@ class ManagedOptimizer:
 
 @contextmanager
 def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that passes further arguments to ``optimizer.step``, which strategy and precision call."""
+    """Context manager that adds arguments to the calls of ``optimizer.step`` by the strategy and the precision."""
     step = vars(optimizer).get("step")
     optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
     try:
@@ -194,7 +193,7 @@ def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[Non
 
 
 def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Call ``module.configure_optimizers`` and convert every accepted form to two lists."""
+    """Call ``module.configure_optimizers`` and convert its result to lists of optimizers and schedulers."""
     given = module.configure_optimizers()
     owner = f"{type(module).__name__}.configure_optimizers()"
     optimizers, schedulers = _split(given, owner)
@@ -282,8 +281,8 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(
-            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, which has no effect under manual "
-            "optimization. Call step() on self.lr_schedulers() in a hook or step of your own."
+            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, but manual optimization ignores such "
+            "settings. Call step() on self.lr_schedulers() in a hook or step of your own."
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"

@@ -1,16 +1,16 @@
-"""The points in a run that ``self.log`` distinguishes; the loop enters each a few times per epoch."""
+"""The parts of a run that ``self.log`` distinguishes."""
 
 from __future__ import annotations
 
 
 class Moment:
-    """A part of a run in which ``self.log`` follows the same rules.
+    """A part of a run with its own rules for ``self.log``.
 
     Args:
         name: the hook or step, as users know it.
         on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
         step_allowed: whether ``on_step=True`` is allowed.
-        instead: where to log instead if logging is not possible here; empty otherwise.
+        instead: if ``self.log`` cannot be used in this part, where to use it instead; otherwise empty.
     """
 
     __slots__ = ("instead", "name", "on_step", "step_allowed")

@@ -27,17 +27,17 @@ def setup(run: Run, stage: str) -> None:
 
 
 def by_strategy(run: Run, name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """Bind a step or a transfer that the strategy runs."""
+    """Return a step or transfer that the strategy runs, timed by the profiler."""
     return run.trainer.profiler.around(f"[Strategy]{type(run.strategy).__name__}.{name}", function)
 
 
 def by_module(run: Run, name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """Bind a method of the module."""
+    """Return a method of the module, timed by the profiler."""
     return run.trainer.profiler.around(f"[TrainingModule]{type(run.module).__name__}.{name}", function)
 
 
 def by_datamodule(run: Run, name: str) -> Callable[..., Any]:
-    """Bind a method of the DataModule."""
+    """Return a method of the DataModule, timed by the profiler."""
     method = getattr(run.datamodule, name)
     return run.trainer.profiler.around(f"[DataModule]{type(run.datamodule).__name__}.{name}", method)
 
@@ -56,7 +56,7 @@ def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[...,
 
 
 def report_split(run: Run) -> None:
-    """Tell the callbacks how the run's time was split."""
+    """Report the profiler's split of the run's time to the callbacks."""
     trainer, split = run.trainer, run.trainer.profiler.split()
     for callback in trainer.callbacks if split else ():
         callback.on_profile(trainer, run.module, type(trainer.profiler).__name__, split)

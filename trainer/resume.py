@@ -90,7 +90,7 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Resumed:
-    """This rank's part of a checkpoint, which the loop restores at the right moments."""
+    """This rank's part of a checkpoint, which the loop restores in several steps."""
 
     def __init__(self, run: Run, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
         section = checkpoint.get("paceline", {})
@@ -172,7 +172,7 @@ class Resumed:
             self._set(states, seed.mixed(self._seed, 1))
 
     def before_fetch(self) -> None:
-        """Restore the random states that were in effect when the next batch was fetched."""
+        """Restore the random states from just before the saved run prefetched its next batch."""
         states = (self.own or {}).get("random_before_fetch")
         if self._random and states:
             seed.set_random_states(states)
@@ -183,7 +183,7 @@ class Resumed:
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
     def place_in_data(self) -> dict[str, Any]:
-        """This rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
+        """Return this rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
         names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
         own = self.own if self.in_loops and self._alike else None
         return {name: own[name] for name in names if name in own} if own else {}

@@ -55,7 +55,7 @@ class Run:
         before: the previous run, whose module, counters and optimizers this one takes over.
 
     Attributes:
-        state: the Trainer's counters, which the next run continues.
+        state: the Trainer's counters, which the next run takes over.
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         managed: the optimizers as ``self.optimizers()`` returns them.
@@ -64,7 +64,7 @@ class Run:
         fit: the loop of the last fit.
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
-        resumes: whether the fit restores more of a checkpoint than its weights.
+        resumes: whether the fit restores more than a checkpoint's weights.
         saves: the number of the latest save in this run or its folders.
         left: the data that a run in other processes left for a checkpoint; None after a run in this process.
         claims: the folders that this run has locked.
@@ -201,7 +201,7 @@ class Run:
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to the strategy, profiler and hooks; further errors raised here do not hide it."""
+        """Report an error to the strategy, profiler and hooks; errors that they raise do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)

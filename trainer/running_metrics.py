@@ -44,7 +44,7 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Restore the values that :func:`logged` returned on the saved ranks that this rank takes over."""
+    """Restore the values from :func:`logged` of the saved ranks that this rank takes over."""
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]
@@ -90,7 +90,7 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the states of the module's torchmetrics that this rank has updated, by their name in the module.
+    """Return the states of the torchmetrics that this rank has updated, by their names in the module.
 
     Metrics of a running validation are left out, because a resume repeats the validation.
     """

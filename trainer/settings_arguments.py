@@ -24,11 +24,12 @@ from ..strategies.precision.base import Precision
 from .arguments import MOVED
 
 #: Values of the precision setting, and the Trainer's names for them.
-_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
 _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
+    "fp8": ("fp8", "fp8-mixed"),
 }
 #: Settings that have the same meaning as an argument of the Trainer.
 _ARGUMENTS = {
@@ -153,7 +154,7 @@ def _word(value: Any) -> Any:
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """Return the arguments that variables set, as settings."""
+    """Return the arguments that environment variables set, as settings."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 
@@ -238,7 +239,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     for switch in switches:
         if not any(part in word.lower() for part in _SWITCHES[switch]):
             asked = settings.origin(switch).where
-            messages.info_once(f"strategy is {word!r}, from {where}, which overrides {switch} from {asked}.")
+            messages.info_once(f"strategy={word!r} (from {where}) overrides {switch} (from {asked}).")
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:

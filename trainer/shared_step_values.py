@@ -2,7 +2,7 @@
 
 The processes meet at two fixed points in every batch: after the step (before the end-of-batch hooks), and after those
 hooks, for the values that the hooks logged. At the first batch, they agree on whether to meet at a point at all, so
-that a run without such values has no cost later.
+that a run without such values pays nothing after that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HEADER = 7
 
 
 class Sharing:
-    """A point (``where``) in each batch of a loader where processes share values, if any can be logged (``used``).
+    """A point (``where``) in each batch of a loader at which processes share values; never if not ``used``.
 
     Attributes:
         on: True if the processes meet here, or have not agreed yet whether they do.
-        muted: whether this process's batch does not count, so that it joins the next meeting without values.
+        muted: whether this process joins the next meeting without values, because its batch is only padding.
         pending: the records updated since the last meeting, by key.
     """
 
@@ -48,7 +48,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """Reduce a record's values here from now on, if the user requested that."""
+        """From now on, share the record's values at this point, if the user requested that."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:
@@ -70,8 +70,8 @@ class Sharing:
     def meet(self, counts: bool = True) -> None:
         """Reduce the values logged since the last meeting; every process must call this after each of its batches.
 
-        This process's values count if ``counts`` is True and it is not ``muted``. Raises ValueError if the names
-        differ.
+        This process's values are included if ``counts`` is True and it is not ``muted``. Raises ValueError if the
+        processes logged different names.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -84,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join a meeting without a batch. ``groups`` had values at the last one; returns the groups that still do."""
+        """Join a meeting without a batch. Return those of ``groups`` (all if None) in which any process had values."""
         self.pending.clear()
         if not self.on or not self._settled():
             return []
@@ -174,7 +174,7 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these points without values, because this process's batch does not count."""
+    """Join the other processes at these points without values, because this process's batch is only padding."""
     for place in places:
         if place.on:
             place.meet(counts=False)

@@ -288,9 +288,9 @@ def check_steps(run: Run, fn: str) -> None:
             value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} uses. Do this "
-                    "in training_step instead (call self.clip_gradients, or step every n batches), and leave out "
-                    f"{name}."
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} uses. Leave "
+                    f"out {name}, and clip or accumulate gradients in training_step (call self.clip_gradients, or step "
+                    "every n batches)."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
@@ -350,7 +350,7 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
-    """Return the checkpoint that ``path`` means on rank 0, because other ranks may see the folder in another state."""
+    """Return the checkpoint that ``path`` refers to on rank 0, because other ranks may see different files."""
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None

@@ -10,14 +10,14 @@ from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
-    """The work that can remain after a batch or an epoch, in order. A resumed run first completes this work."""
+    """The kinds of work after a batch or an epoch, in order. A resumed run first does the work that was pending."""
 
     NOTHING = ""  # the next batch can be trained on
     SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
     LOGGING = "batch"  # the same, starting with logging
     VALIDATION = "validation"  # the same, starting with the validation, which had begun
     PLATEAUS = "plateaus"  # the same, starting with the plateau schedulers
-    EPOCH_VALUES = "values"  # what follows ``on_train_epoch_end``
+    EPOCH_VALUES = "values"  # the work after ``on_train_epoch_end``
     TRAIN_END = "end"  # the end of training, if this was the last epoch
 
 
@@ -39,18 +39,18 @@ class RunState:
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
         next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
             failed.
-        pending: the work that a resume from here has to do before the next batch.
+        pending: the work that a resumed run has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.
         epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
         shuffle_seed: the seed that, together with the epoch, determines the shuffling.
         signum: the signal that asked the run to end at the next step boundary, or 0.
         should_stop: whether training was asked to stop (takes effect after ``min_epochs`` and ``min_steps``).
-        stop: whether there may be a reason to stop, here or in another process; if so, the loop checks before it
+        stop: whether there may be a reason to stop, in this or another process; if so, the loop checks before it
             continues.
         saving: whether a checkpoint is being written because a signal ends the run.
         passed: number of boundaries that this run has passed (see :mod:`.stopping`).
-        evaluated: number of evaluation batches begun in this run, of all kinds and loaders.
+        evaluated: number of evaluation batches started in this run, across all stages and loaders.
     """
 
     fn: TrainerFn | None = None
@@ -123,7 +123,7 @@ class RunState:
         self.batch_idx = self.next_batch - 1
 
     def drop_window(self) -> None:
-        """Go back to where the accumulation window began."""
+        """Set the counters back to the beginning of the accumulation window."""
         self.load_state_dict(without_window(self.state_dict()))
 
 

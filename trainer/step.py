@@ -42,7 +42,7 @@ class ManualStep:
         return no_batch(self.run) if batch is None else self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Run the update on an incomplete window, because no more micro-batches will come; does nothing here."""
+        """Run the update on an incomplete window at the end of an epoch; does nothing under manual optimization."""
 
 
 class FreeStep(ManualStep):
@@ -127,7 +127,7 @@ class TrainStep(ManualStep):
         return output
 
     def skip(self) -> None:
-        """Skip the batch, so that it does not count in the window."""
+        """Skip the batch without adding it to the window."""
         if self.state.is_last_batch:
             self.finish_window()
 
@@ -160,7 +160,7 @@ class TrainStep(ManualStep):
             self.update()
 
     def update(self) -> None:
-        """Complete the gradients, step the optimizer and clear the gradients."""
+        """Unscale and clip the gradients, step the optimizer and clear the gradients."""
         optimizer, state = self.optimizer, self.state
         self.complete()
         stepped = self.take(optimizer)
@@ -266,7 +266,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank without samples in the epoch's last batch; it runs a batch that does not count."""
+    """A step for a rank without samples in the epoch's last batch; it discards the values logged in that batch."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -282,7 +282,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that the epoch's last batch counts no items."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that it reports no items for the epoch's last batch."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
@@ -345,7 +345,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
 
 
 def detached(output: Any) -> dict[str, Any] | None:
-    """Convert the output of ``training_step`` for ``on_train_batch_end`` to a dict with detached tensors."""
+    """Convert the output of ``training_step`` to a dict of detached tensors, for ``on_train_batch_end``."""
     if output is None:
         return None
     if not isinstance(output, Mapping):

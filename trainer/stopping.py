@@ -38,7 +38,7 @@ class Stops:
         self._found: Stop | None = None
 
     def here(self) -> Reason:
-        """Reach a boundary, and pass it unless there is a reason to stop. The loop inlines this code."""
+        """Pass a boundary; return why the run stops there, or an empty string. The loop inlines this code."""
         reason = self.at(self.state.passed + 1) if self.state.stop else ""
         self.state.passed += 1
         if self.state.stop:
@@ -62,7 +62,7 @@ class Stops:
         return "asked"
 
     def _decide(self, boundary: int) -> Stop | None:
-        """Decide where to stop; return None if no process wants to stop any longer."""
+        """Agree with the other processes on where to stop; return None if there is no reason to stop."""
         state, strategy = self.state, self.run.strategy
         state.stop = False  # reset before reading the requests, because a later request sets it again
         told = strategy.is_told_to_stop()

@@ -255,7 +255,7 @@ class Trainer:
         self.current_run = Run(self)
 
     def _place(self, plugins: Plugins, *where: Any) -> None:
-        """Choose the strategy for the arguments in ``where``, and the parts that plugins replace."""
+        """Choose the strategy for the device arguments in ``where``, and the parts that plugins replace."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
         self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
@@ -344,7 +344,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test data, with the arguments and result of :meth:`validate`."""
+        """Like :meth:`validate`, but run ``test_step`` over the test data."""
         loaders = {"test": dataloaders}
         request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
         return self._evaluate(request, verbose)
@@ -518,9 +518,9 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training was asked to stop. Set to True to stop it after this batch.
+        """Whether training was asked to stop. Set this property to True to stop training after the current batch.
 
-        It stops only after ``min_epochs`` and ``min_steps``.
+        Training continues at least until ``min_epochs`` and ``min_steps``.
         """
         return self.state.should_stop
 
@@ -580,7 +580,7 @@ class Trainer:
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether SIGTERM was received; the run ends after this batch."""
+        """Whether SIGTERM was received; if so, the run ends after the current batch."""
         return self.state.signum == 15
 
     @property
@@ -624,7 +624,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The fit's optimizers, as ``configure_optimizers`` created them. A new list applies from the next epoch."""
+        """The fit's optimizers. A list that is assigned to this property applies from the next epoch."""
         return self.current_run.optimizers
 
     @optimizers.setter

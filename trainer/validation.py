@@ -80,7 +80,7 @@ class Validation:
 
     @phase("validation")
     def validate(self) -> Reason:
-        """Validate during a fit. If the run should stop right after this validation, returns the reason."""
+        """Validate during a fit; return the reason if the run should stop right afterwards, else an empty string."""
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
         self.random, state.pending = random_states(), Pending.VALIDATION

@@ -35,11 +35,11 @@ class Verdict:
     """How one strategy compares with one process.
 
     Attributes:
-        error: the largest error of a parameter after the last step, as a fraction of its largest norm so far, compared
-            with the same training in float64.
-        one_process: the same for one process in the requested precision, which is rounding error alone.
+        error: the largest error of any parameter after the last step, relative to training in float64, as a fraction
+            of the parameter's largest norm so far.
+        one_process: the same error for one process in the requested precision, which is due to rounding alone.
         step: the first step after which a parameter differs, where 0 is the start; None if no parameter differs.
-        parameter: that parameter's name.
+        parameter: the name of the first parameter that differs; empty if none does.
         failure: the error that ended the run, or an empty string.
     """
 
@@ -143,7 +143,7 @@ def _run(
     recorder: Callback,
     arguments: dict[str, Any],
 ) -> None:
-    """Train a copy of the module on the batches, with a recorder that reads each update."""
+    """Train a copy of the module on the batches, with a callback that reads the parameters after each update."""
     torch.manual_seed(_SEED)
     learner = copy.deepcopy(module)
     for part in learner.modules():

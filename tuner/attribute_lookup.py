@@ -56,7 +56,7 @@ def _at(holder: Any, path: str, words: str) -> Place | None:
 
 
 def find(owners: Sequence[Any], path: str) -> list[Place]:
-    """Return all attributes and hyperparameters of the owners at a name or dotted path. An owner may be None."""
+    """Return every attribute and hyperparameter with this name or dotted path. Owners that are None are skipped."""
     found = []
     for owner in owners:
         if owner is None:

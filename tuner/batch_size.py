@@ -156,7 +156,7 @@ class _Trials:
 
     Attributes:
         made: results so far.
-        samples: samples in one process's data; None while unknown.
+        samples: samples in one process's shard of the data; None while unknown.
     """
 
     def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ class _Trials:
         return not out
 
     def attempt(self, size: int) -> tuple[str, Exception | None]:
-        """Run a trial's steps. Return this rank's failure in words (empty if none), and the error to raise if any."""
+        """Run a trial's steps. Return a description of this rank's failure (or ""), and an error to raise, if any."""
         for place in self.places:
             place.set(size)
         try:
@@ -263,8 +263,8 @@ def check(run: Run) -> None:
     if strategy.world_size > 1 and (strategy.communicates_forward or run.trainer.sync_batchnorm):
         what = "sync_batchnorm=True" if run.trainer.sync_batchnorm else type(strategy).__name__
         raise NotImplementedError(
-            f"scale_batch_size does not work on {strategy.world_size} processes with {what}: its forward pass "
-            "communicates, so if one rank ran out of memory, the others would wait for it forever. Use "
+            f"scale_batch_size does not work on {strategy.world_size} processes with {what}, because the forward "
+            "pass communicates. If one rank ran out of memory, the others would wait for it forever. Use "
             "paceline.find_executable_batch_size around a function that creates the module and the Trainer, or search "
             "on one process."
         )
@@ -281,7 +281,7 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """Return the largest batch size up to ``largest`` that evenly divides a process's samples per update."""
+    """Plan the largest batch size up to ``largest`` that evenly divides a process's share of ``effective`` samples."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:

@@ -133,7 +133,7 @@ class RangeTest:
     """A range test with its settings. Call it with a prepared run.
 
     Args:
-        attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; if None, it is not checked.
+        attr_name: the attribute that holds the rate, as for ``Tuner.lr_find``; None if no attribute will be set.
     """
 
     min_lr: float = 1e-8
@@ -217,7 +217,7 @@ def check(run: Run) -> None:
     if not module.automatic_optimization:
         raise RuntimeError(
             f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} uses manual "
-            "optimization (automatic_optimization is False). Try rates in your own loop, with one fit each."
+            "optimization (automatic_optimization is False). Try rates in a loop of your own, with one fit for each."
         )
     if len(optimizers) != 1:
         raise RuntimeError(
@@ -237,7 +237,7 @@ def check(run: Run) -> None:
 
 
 def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
-    """Warn if the optimizers do not depend on the attributes that hold the learning rate."""
+    """Warn if ``configure_optimizers`` does not use the attributes that hold the learning rate."""
     before = [place.get() for place in places]
     value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
     made = []
@@ -267,7 +267,7 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
-    """Return each parameter group's rate relative to the attribute's rate (``initial``), or to the largest rate."""
+    """Return each group's rate as a fraction of ``initial`` or, if no group has that rate, of the largest rate."""
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
     return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)

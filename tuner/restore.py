@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..data.loaders import load_loader_state, loader_state, samplers_of
 from ..processes.seed import random_states, set_random_states
 
-#: Longer collections are data, not state, and are not saved.
+#: Maximum length of a collection to save; a longer one is considered data, not state.
 _MOST_ENTRIES = 10_000
 
 
@@ -100,7 +100,7 @@ class Kept:
             self.keep(value)
 
     def _fill(self, value: Any) -> None:
-        """Save which entries a collection has, and in which order."""
+        """Save a collection's entries and their order."""
         entries = value.copy()
 
         def refill() -> None:

@@ -44,7 +44,7 @@ def refuse_strategy(run: Run, what: str) -> None:
 
 
 def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
-    """Prepare a separate run like an entry point, call ``work``, and restore the module, the data and the Trainer.
+    """Prepare a separate run as an entry point does, call ``work``, and restore module, data and Trainer.
 
     A module that the strategy shards stays sharded, as after a fit.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_dry(trainer: Trainer, what: str) -> bool:
-    """Return True in a dry run, and tell the user that the search is skipped."""
+    """Return True in a dry run, after reporting that the search is skipped."""
     if trainer.fast_dev_run:
         messages.info_once(f"{what} search is skipped in a dry run (fast_dev_run).")
     return bool(trainer.fast_dev_run)
@@ -44,11 +44,11 @@ class SizePlaces:
         self.name, self.method = name, method
 
     def __call__(self, run: Run) -> list[Place]:
-        """Find the attributes and hyperparameters for a run."""
+        """Find the attributes and hyperparameters that hold a run's batch size."""
         return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
     def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
-        """Find the attributes and hyperparameters of a module and a DataModule."""
+        """Find the attributes and hyperparameters of a module and a DataModule that hold the batch size."""
         if given is None:
             return find_one_of([module, datamodule], self.name, ["batch_size"], "batch_arg_name")
         size_of(given)

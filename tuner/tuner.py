@@ -152,7 +152,7 @@ class Tuner:
             steps_per_trial: optimizer steps (batches, when evaluating) per size.
             init_val: the first size, which is halved if it does not fit.
             max_trials: maximum number of sizes to try.
-            batch_arg_name: the attribute or hyperparameter of the module or the DataModule, or a path to it.
+            batch_arg_name: name or path of the module's or DataModule's attribute or hyperparameter for the batch size.
             margin: fraction by which the result of ``"binsearch"`` is reduced if memory was the limit.
             max_val: the largest size to try; if None, only the amount of data limits it.
             effective_batch: samples per update across all processes, or ``"keep"`` for the current number (batch size x
@@ -213,7 +213,7 @@ class Tuner:
             )
         if trainer.state.fn is not None:
             raise RuntimeError(
-                f"The Tuner cannot search while {trainer.state.fn} is running. Call it before that run, or use the "
+                f"The Tuner cannot search while {trainer.state.fn} is running. Search before that run, or use the "
                 "callbacks LearningRateFinder and BatchSizeFinder."
             )
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)

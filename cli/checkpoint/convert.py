@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read the file, make its contents plain and write them."""
+    """Read the file, convert its contents to plain data and write them."""
     from ...checkpoint import single_file
     from ...checkpoint.convert import converted
 

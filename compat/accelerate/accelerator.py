@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import functools
-import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...accelerator import accelerator, accumulation
+from ... import messages
+from ...accelerator import accelerator
 from ...accelerator.nested_tensors import recursively_apply
-from .loaders import DataLoaderShard
+from ...accelerator.optimizers import AcceleratedOptimizer
+from ...accelerator.schedulers import AcceleratedScheduler
+from ...settings import resolve
+from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
+from .gradient_state import newest_is
+from .loader_classes import prepared
+from .models import extract_model_from_parallel
 
 
-class _OfTheLast(type):
-    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
+class _Optimizer(AcceleratedOptimizer):
+    """A prepared optimizer that says when it keeps gradients that Accelerate would clear."""
 
-    last: weakref.ref[accumulation.GradientState] | None = None
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        found = None if _OfTheLast.last is None else _OfTheLast.last()
-        if found is None:
-            raise ValueError("GradientState() needs an Accelerator, but none exists. Call Accelerator() first.")
-        return found
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, accumulation.GradientState)
-
-
-class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The accumulation window of the newest Accelerator; each Accelerator has its own."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        state = self._state_of_gradients
+        if state.sync_gradients and state.window.count and not state.window.cleared:
+            messages.info_once(
+                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
+                "gradients of the earlier micro-batches; Accelerate clears them. Losses differ from Accelerate's from "
+                "here on.",
+                key="gradients are kept",
+            )
 
 
 class Accelerator(accelerator.Accelerator):
@@ -37,16 +40,99 @@ class Accelerator(accelerator.Accelerator):
 
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins")
+        if not given and resolve()["use_deepspeed"]:
+            kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(DataLoaderShard, rng_types=self.rng_types or ())
-        _OfTheLast.last = weakref.ref(self.gradient_state)
+        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.optimizer_kind = _Optimizer
+        newest_is(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if _OfTheLast.last is None or _OfTheLast.last() is None:
-            _OfTheLast.last = weakref.ref(self.gradient_state)
+        newest_is(self.gradient_state, replace=False)
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
+        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self.state.deepspeed_plugin:
+            objects = tuple(created(objects, self.state.deepspeed_plugin))
+        found = super().prepare(*objects, device_placement=device_placement)
+        self._mark_models()
+        self._tell_schedules()
+        return found
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model."""
+        found = super().prepare_model(model, device_placement, evaluation_mode)
+        self._mark_models()
+        return found
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def _mark_models(self) -> None:
+        for model in self._models:
+            vars(model)["_is_accelerate_prepared"] = True
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
+        """Like ``paceline.Accelerator.save_state``, but each process may pass a folder of its own."""
+        return super().save_state(self._one_folder(output_dir), *args, **kwargs)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Like ``paceline.Accelerator.load_state``, but each process may pass a folder of its own."""
+        super().load_state(self._one_folder(input_dir), *args, **kwargs)
+
+    def _one_folder(self, folder: Any) -> Any:
+        """Return process 0's folder."""
+        found = self.strategy.gather_objects(folder)
+        if len(set(map(str, found))) > 1:
+            messages.info_once(
+                f"The processes passed different folders for one state: {messages.names(found, last='and')}. They all "
+                f"use process 0's, because a state is one folder.",
+                key="different folders for a state",
+            )
+        return found[0]
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler."""
+        found = super().prepare_scheduler(scheduler)
+        self._tell_schedules()
+        return found
+
+    def _tell_schedules(self) -> None:
+        world, config = self.strategy.num_data_ranks, self.dataloader_config
+        multiplied = world > 1 and self.step_scheduler_with_optimizer and not config.split_batches
+        if multiplied and self.prepared.schedulers and self.scheduler_steps != "per_sample":
+            messages.info_once(
+                f"Prepared schedules advance once per update. Accelerate advances them {world} times, once for each "
+                "process. If the script multiplies the length of its schedule by the number of processes, set "
+                "PACELINE_SCHEDULER_STEPS=per_sample.",
+                key="schedules advance once",
+            )
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Like ``paceline.Accelerator.clip_grad_norm_``; says once that it does nothing within a window."""
+        self._tell_clipping()
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Like ``paceline.Accelerator.clip_grad_value_``; says once that it does nothing within a window."""
+        self._tell_clipping()
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _tell_clipping(self) -> None:
+        if not self.sync_gradients:
+            messages.info_once(
+                "Gradients are clipped once, when their window is complete. Accelerate clips what has accumulated "
+                "after each micro-batch. Losses differ from Accelerate's from here on. To clip once there too, write "
+                "`if accelerator.sync_gradients:` before the call.",
+                key="gradients are clipped once",
+            )
 
     @property
     def _models(self) -> list[nn.Module]:

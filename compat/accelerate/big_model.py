@@ -1,4 +1,4 @@
-"""``accelerate``'s functions for models spread across devices, if their signatures differ from Paceline's."""
+"""``accelerate``'s big-model functions whose signatures differ from those of Paceline's own functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def set_module_tensor_to_device(
     dtype: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    """Move the parameter or buffer with a dotted name to a device, and set its value and dtype if they are given.
+    """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
     ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
     """
@@ -107,7 +107,7 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
 
-    Each tied tensor counts once.
+    Each tied tensor is counted once.
     """
     with_ties = [
         (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
@@ -118,7 +118,7 @@ def get_module_size_with_ties(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Join neighbors on the same device under the name of the module that contains them, and return the same dict."""
+    """Merge sibling modules on the same device into one entry under their parent's name; return the same dict."""
     prefix = f"{module_name}." if module_name else ""
     inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
     short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
@@ -138,7 +138,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters with these names again, using the first one that has values."""
+    """Tie the parameters with the given names again, using the first one that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]

@@ -49,7 +49,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first of these environment variables that holds a non-negative integer."""
+    """Return the first value of the given environment variables that is a non-negative integer, else ``default``."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
@@ -70,14 +70,14 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Context manager that sets environment variables, with their names in capitals."""
+    """Context manager that sets environment variables; names are converted to uppercase."""
     with environment({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Context manager in which the environment starts empty; variables set inside it are removed at the end."""
+    """Context manager that empties the environment on entry and restores it on exit."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -87,9 +87,36 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def purge_accelerate_environment(function: Any) -> Any:
-    """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call."""
+def purge_accelerate_environment(decorated: Any) -> Any:
+    """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call.
 
+    In a class, and in classes that inherit from it, each test method is decorated.
+    """
+    return _purging_class(decorated) if isinstance(decorated, type) else _purging(decorated)
+
+
+def _purging_class(decorated: type) -> type:
+    def decorate_tests(kind: type) -> None:
+        for name, value in list(vars(kind).items()):
+            if name.startswith("test"):
+                bound = isinstance(value, (staticmethod, classmethod))
+                setattr(kind, name, type(value)(_purging(value.__func__)) if bound else _purging(value))
+
+    start = vars(decorated).get("__init_subclass__")
+
+    def start_subclass(kind: type, **kwargs: Any) -> None:
+        if start is None:
+            super(decorated, kind).__init_subclass__(**kwargs)
+        else:
+            start.__get__(None, kind)(**kwargs)
+        decorate_tests(kind)
+
+    decorated.__init_subclass__ = classmethod(start_subclass)  # type: ignore[assignment]
+    decorate_tests(decorated)
+    return decorated
+
+
+def _purging(function: Any) -> Any:
     def ours() -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "PACELINE_"))}
 
@@ -134,7 +161,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Return True if a program on this machine listens on a port (29500 by default)."""
+    """Return True if a program on this machine is listening on a port (29500 by default)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", int(port or 29500))) == 0
 
@@ -147,7 +174,7 @@ def check_os_kernel() -> None:
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """Return the settings in a file as attributes, with ``to_dict()``. By default, read the file that is in use."""
+    """Return an object with a file's settings as attributes, plus ``to_dict()``; by default, read the file in use."""
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from ... import messages
 from ...accelerator.accumulation import GradientState
 from ...accelerator.dispatched_loader import Dispatched
-from ...accelerator.loader_positions import Pass
+from ...accelerator.loader_positions import FirstUse, Pass
 from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
 from ...accelerator.random_seeds import share_random_state
 from ...data.batches import Batches
@@ -43,21 +44,19 @@ class DataLoaderShard(PreparedLoader):
         device_placement: bool = True,
         rng_types: Sequence[Any] = (),
     ) -> None:
-        sampler, seed = _sampler_of(loader), None
-        dispatches = config.dispatch_batches
-        if dispatches is None:
-            dispatches = device_placement and isinstance(loader.dataset, IterableDataset)
-        if dispatches:
+        sampler, seed = sampler_of(loader), None
+        central = dispatches(loader, config, device_placement)
+        if central:
             loader = replaced(loader, generator=None)
         if config.use_seedable_sampler:
             if isinstance(sampler, RandomSampler):
                 own = torch.initial_seed() if config.data_seed is None else config.data_seed
-                seed = strategy.broadcast(own)  # set_seed(device_specific=True) sets another one on each process
+                seed = _shared(strategy.gather_objects(own))
                 sampler.generator = torch.Generator()
-        elif not dispatches and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
+        elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
         kinds = [kind for kind in map(str, rng_types) if kind != "generator"]
-        config = replace(config, dispatch_batches=dispatches, data_seed=None)
+        config = replace(config, dispatch_batches=central, data_seed=None)
         vars(self).update(_sampler=sampler, _rng_types=kinds, _first=True)
         super().__init__(loader, strategy, config, gradient_state, seed, device_placement)
 
@@ -86,12 +85,40 @@ class DataLoaderShard(PreparedLoader):
 
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
-        self._place.epoch = one.epoch
-        yield from super()._hand_out(one, iterator)
-        self._place.epoch += 1
+        use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
+        try:
+            yield from super()._hand_out(one, iterator)
+            self._place.epoch += 1
+        finally:  # some loops take the last batch, but do not ask for another one
+            if use.seen and self.end_of_dataloader:
+                self._tell_differences()
+
+    def _tell_differences(self) -> None:
+        """After a pass that trained, say where its numbers are not Accelerate's."""
+        window, steps, world = self.gradient_state.window, self.gradient_state.num_steps, self.strategy.num_data_ranks
+        if window.complete and not window.free and 0 < window.count < steps:
+            messages.info_once(
+                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean; "
+                f"Accelerate divides their sum by {steps}. Losses differ from Accelerate's from here on.",
+                key="the last window is short",
+            )
+        if world > 1 and self._even and self.remainder > 0:
+            messages.info_once(
+                f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
+                f"{world} processes. The processes share them, so that each sample counts once; Accelerate repeats "
+                "other samples. Losses differ from Accelerate's from here on.",
+                key="the last batches are not full",
+            )
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
+def dispatches(loader: DataLoader[Any], config: DataLoaderConfiguration, device_placement: bool) -> bool:
+    """Whether process 0 reads a loader for all processes."""
+    if config.dispatch_batches is None:
+        return device_placement and isinstance(loader.dataset, IterableDataset)
+    return config.dispatch_batches
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
     """The sampler of a loader's batch sampler; None if there is none."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     return getattr(batches, "sampler", None)
@@ -100,3 +127,14 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 def _draw() -> int:
     """A seed from torch's global generator."""
     return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _shared(seeds: list[int]) -> int:
+    """Process 0's seed."""
+    if len(set(seeds)) > 1:
+        messages.info_once(
+            "The processes have different seeds (set_seed(..., device_specific=True)). They all shuffle with process "
+            "0's, so that each sample comes once; with Accelerate's seedable sampler each has its own order, and "
+            "samples are repeated and left out. DataLoaderConfiguration(data_seed=...) chooses the seed."
+        )
+    return seeds[0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...accelerator import accelerator as own
 from ...accelerator.model_weights import save_object
@@ -27,13 +28,22 @@ from .probes import is_peft_model
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the module without its wrappers, like ``accelerator.unwrap_model``."""
+    """Return the module without its wrappers, except that ``torch.compile``'s is kept by default.
+
+    With ``keep_fp32_wrapper=False``, the module's own forward is restored, also if a program keeps it as
+    ``_original_forward``.
+    """
     found = unwrapped(model)
     if recursive and isinstance(found, nn.Module):
         for name, child in list(found.named_children()):
             setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
     if not keep_fp32_wrapper and isinstance(found, nn.Module):
         restore(found)
+        own = vars(found).pop("_original_forward", None)
+        if own is not None:
+            found.forward = own
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
     return model if keep_torch_compile and compiler_of(model) is not None and inside_compiled(model) is found else found
 
 
@@ -49,7 +59,7 @@ def has_compiled_regions(module: Any) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or the entire module if it has none. Returns the same object."""
+    """Compile a module's repeated blocks, or the entire module if it has none; return the same module."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module

@@ -71,6 +71,7 @@ ANSWERS: dict[str, Callable[..., bool]] = {
     "is_habana_gaudi1": _no,
     "is_mps_available": _mps,
     "is_peft_model": is_peft_model,
+    "is_torch_xpu_tensor": _no,
     "is_rocm_available": lambda: _cuda() and _torch().version.hip is not None,
     "is_torch_distributed_available": lambda: _torch().distributed.is_available(),
     "is_weights_only_available": lambda: True,

@@ -12,11 +12,27 @@ from ...accelerator import loaders, operations
 from ...accelerator.model_weights import save_object
 from ...accelerator.process_state import PartialState
 from ...strategies.base import Strategy
-from .loaders import DataLoaderShard
+from .loader_classes import prepared
 
 
 def _strategy() -> Strategy:
     return PartialState().strategy
+
+
+class _Other(Strategy):
+    """Another process, which need not exist; it decides which part of the data a loader reads."""
+
+    def __init__(self, device: torch.device, rank: int, world: int) -> None:
+        super().__init__(device)
+        self._rank, self._world = rank, world
+
+    @property
+    def global_rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world
 
 
 def gather(tensor: Any) -> Any:
@@ -40,12 +56,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Average tensors across all processes, or add them up (``"sum"``)."""
+    """Reduce tensors across all processes, by default to their mean, and multiply the result by ``scale``."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along a dimension to the longest tensor across all processes."""
+    """Pad tensors along a dimension to the largest size on any process."""
     return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
 
 
@@ -81,23 +97,18 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a loader that yields this process's part of the data.
+    """Return a loader that yields this process's part of the data, or the part of the process that is described.
 
     ``device`` is accepted and ignored, because batches go to this process's device. ``options`` are arguments of
     ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
-    for name, given, own in (
-        ("num_processes", num_processes, strategy.world_size),
-        ("process_index", process_index, strategy.global_rank),
-    ):
-        if given not in (None, own):
-            raise NotImplementedError(
-                f"prepare_data_loader got {name}={given}, but this process has {name}={own}. A loader can only be "
-                f"split across the existing processes. Leave out {name}."
-            )
+    world = strategy.world_size if num_processes is None else num_processes
+    rank = strategy.global_rank if process_index is None else process_index
+    if (world, rank) != (strategy.world_size, strategy.global_rank):
+        strategy = _Other(strategy.device, rank, world)
     for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
         options.pop(name, None)
     config = loaders.DataLoaderConfiguration(**options)
-    kind = functools.partial(DataLoaderShard, rng_types=rng_types or ())
+    kind = functools.partial(prepared, rng_types=rng_types or ())
     return loaders.prepare_data_loader(dataloader, strategy, config, device_placement=put_on_device, kind=kind)

@@ -6,13 +6,17 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...accelerator.nested_tensors import TensorInformation
 from ...big_model.module_sizes import size_in_bytes
 
-
-class CannotPadNestedTensorWarning(UserWarning):
-    """A warning category that programs may filter. Paceline never issues it."""
+#: Layers whose 16-bit weights are converted to float32 before training.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
+)
 
 
 def convert_bytes(size: float) -> str:
@@ -26,7 +30,8 @@ def convert_bytes(size: float) -> str:
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Return the number of bytes in a size such as ``"10GB"``, or ``"10GiB"`` with units of 1024."""
-    return size_in_bytes(size, "size")
+    is_zero = re.fullmatch(r"\s*0+(\.0*)?\s*[KMGT]I?B\s*|0", str(size).upper()) is not None
+    return 0 if is_zero else size_in_bytes(size, "size")
 
 
 def dtype_byte_size(dtype: Any) -> float:

@@ -71,18 +71,60 @@ def install() -> None:
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     _change_loggers()
+    _change_callbacks()
     _replace_methods()
     _translate_errors()
 
 
 def _change_loggers() -> None:
-    from ...loggers.csv import CSVLogger
+    from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
 
     for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
+    ExperimentWriter.first_columns = ("step",)
+
+
+def _change_callbacks() -> None:
+    from ...callbacks.checkpoint_retention import CheckpointKeeper
+    from ...callbacks.device_stats_monitor import DeviceStatsMonitor
+    from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+
+    range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
+    begin: Any = StochasticWeightAveraging._begin
+    take_in: Any = CheckpointKeeper._take_in
+    rate = range_test.rate
+
+    def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
+        if score is not None and score.isnan():
+            score = keeper.current_score = torch.tensor(float("inf" if keeper.mode == "min" else "-inf"))
+        take_in(keeper, path, score, gone)
+
+    def begin_averaging(callback: Any, trainer: Any, module: Any) -> None:
+        begin(callback, trainer, module)
+        for group in trainer.optimizers[0].param_groups:
+            group["initial_lr"] = group["swa_lr"]
+
+    _replace(
+        {
+            (CheckpointKeeper, "_take_in"): rank,
+            (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
+            (StochasticWeightAveraging, "_begin"): begin_averaging,
+            (range_test, "__post_init__"): lambda test: None,
+            (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
+        }
+    )
+
+
+def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -> None:
+    unknown = sorted((monitor._filter_keys or set()) - set(stats))
+    if unknown:
+        messages.warn(
+            f"DeviceStatsMonitor: filter_keys contains keys not found in the statistics of device '{device}': "
+            f"{messages.names(unknown, 'and')}. Choose {messages.names(stats)}."
+        )
 
 
 def _replace_methods() -> None:
@@ -107,7 +149,7 @@ def _replace_methods() -> None:
     replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
         (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
-        (DataSource, "train"): advising_train(DataSource.train),
+        (FitLoop, "advise"): advising_train(FitLoop.advise),
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
@@ -119,9 +161,13 @@ def _replace_methods() -> None:
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
+    _replace(replacements)
+    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
+
+
+def _replace(replacements: Mapping[tuple[type, str], Any]) -> None:
     for (owner, name), changed in replacements.items():
         setattr(owner, name, functools.wraps(getattr(owner, name))(changed))
-    setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
 
 
 def _translate_errors() -> None:

@@ -60,7 +60,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(TrainingModule):
-    """A linear layer from 32 numbers to 2, trained to output ones, with a loader for every stage."""
+    """A linear layer with 32 inputs and 2 outputs, trained to output ones, with a loader for every stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class DemoModel(TrainingModule):
-    """A linear layer from 32 numbers to ``out_dim``."""
+    """A linear layer with 32 inputs and ``out_dim`` outputs."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

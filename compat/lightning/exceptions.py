@@ -1,4 +1,4 @@
-"""Lightning's exceptions. When Paceline replaces Lightning, Paceline's errors are instances of them, too."""
+"""Lightning's exceptions. If Paceline replaces Lightning, Paceline's errors are also instances of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
-    """An argument, or something else that a program defines, is invalid."""
+    """Raised if an argument, or something else that a program defines, is invalid."""
 
 
 class SIGTERMException(SystemExit):
-    """SIGTERM stopped the run."""
+    """Raised when SIGTERM stops a run."""
 
     code = 143
 

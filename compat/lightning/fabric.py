@@ -125,15 +125,15 @@ class Fabric:
             host = find_host()
             if start_method_in(host, asked, fork_obstacle(strategy.device.type), strategy.num_nodes) != "popen":
                 raise TypeError(
-                    f"fabric.launch() without a function runs the script once for each of the {strategy.world_size} "
-                    f"processes, but this is {host.name}, or the strategy starts processes from a function. Put the "
-                    "code into a function, def main(fabric): ..., and call fabric.launch(main)."
+                    f"fabric.launch() needs a function, because {type(strategy).__name__}(start_method={asked!r}) in "
+                    f"{host.name} cannot start {strategy.world_size} processes by rerunning the script. Put the code "
+                    "into a function, def main(fabric): ..., and call fabric.launch(main)."
                 )
         with forgotten():
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this with a subclass's program. Calling it starts the processes first."""
+        """Override this method with the program. Calling it starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -148,7 +148,7 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which decides where tensors live and how processes communicate."""
+        """The strategy, which determines where tensors live and how processes communicate."""
         return self._strategy
 
     @property
@@ -196,7 +196,7 @@ class Fabric:
         Args:
             module: the module.
             *optimizers: its optimizers.
-            scheduler: returned unchanged; it advances with each call of its ``step``.
+            scheduler: returned unchanged; it advances with each call to its ``step``.
             move_to_device: whether to move the module to the device.
 
         Returns:
@@ -223,7 +223,7 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up the optimizers of modules that have been set up. Return the optimizer, or a tuple of several."""
+        """Set up optimizers of modules that have been set up. Return the optimizer, or a tuple if there are several."""
         self._refuse_wrapped("setup_optimizers", *optimizers)
         found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
         self._watch(found)
@@ -291,7 +291,7 @@ class Fabric:
             clip_val: the largest absolute value.
             max_norm: the largest norm.
             norm_type: order of the norm.
-            error_if_nonfinite: raise an error if the norm is not finite, except with fp16, which then skips the step.
+            error_if_nonfinite: whether to raise an error if the norm is not finite; fp16 skips the step instead.
 
         Returns:
             The norm before clipping, shape (); None with ``clip_val``.
@@ -356,7 +356,7 @@ class Fabric:
         return self._communicating.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack all processes' tensors along a new first dimension, which is not added with a single process."""
+        """Stack all processes' tensors along a new first dimension. With a single process, no dimension is added."""
         return self._communicating.all_gather(self._tensors(data), group, sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
@@ -426,7 +426,7 @@ class Fabric:
             path: path of the file.
             state: modules, optimizers and other values, by the names they were saved under. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
-            strict: require that the file contains everything in ``state``, with the same keys.
+            strict: whether to require that the file contains everything in ``state``, with the same keys.
             weights_only: if False, also load objects that are not plain data, which can run code named in the file.
 
         Returns:
@@ -506,7 +506,7 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed Python's ``random``, numpy and torch. Loader workers always get their own seeds."""
+        """Seed Python's ``random``, NumPy and torch. Loader workers always get their own seeds."""
         return seed_everything(seed, workers is not False, verbose)
 
 

@@ -47,7 +47,7 @@ class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):
 
 
 class ThroughputMonitor(Throughput):
-    """A :class:`Throughput` that uses a :class:`Fabric`'s device count and peak FLOP/s and logs to its loggers."""
+    """A :class:`Throughput` that uses the device count, peak FLOP/s and loggers of a :class:`Fabric`."""
 
     def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
         peak = peak_flops(fabric.device, compute_dtype(fabric.strategy.precision.name))

@@ -54,7 +54,7 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Make calls to one of the module's methods go through the strategy and its precision, as for forward."""
+        """Make calls to one of the module's methods go through the strategy and its precision, like forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(
@@ -107,13 +107,13 @@ def is_wrapped(obj: Any) -> bool:
 
 
 def original(obj: Any) -> Any:
-    """Return the user's object inside one that ``Fabric.setup`` returned; return anything else unchanged."""
+    """Return the user's module inside a module that ``Fabric.setup`` returned; return anything else unchanged."""
     obj = unwrapped(obj)
     return obj.module if isinstance(obj, FabricModule) else obj
 
 
 def unwrapped_in(collection: Any) -> Any:
-    """Return the collection, with everything that ``Fabric.setup`` returned replaced by the user's original objects."""
+    """Return the collection with the objects from ``Fabric.setup`` replaced by the user's original ones."""
     if isinstance(collection, Mapping):
         return {key: unwrapped_in(value) for key, value in collection.items()}
     if type(collection) in (list, tuple):
@@ -202,7 +202,7 @@ class FabricTrainer:
 
     Args:
         fabric: the Fabric that set up the module.
-        optimizers: the optimizers that were set up together with it.
+        optimizers: the optimizers that were set up together with the module.
     """
 
     barebones = False

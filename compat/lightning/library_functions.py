@@ -53,12 +53,12 @@ def is_picklable(obj: object) -> bool:
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return True if the module, its hyperparameters or its DataModule have an attribute."""
+    """Return True if the module, its hyperparameters or its DataModule has the given attribute."""
     return bool(_owners(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of the module, its hyperparameters or its DataModule; the last of these that has it wins."""
+    """Return an attribute of the module, its hyperparameters or its DataModule; if several have it, the last one's."""
     owner = _owner(model, attribute)
     return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
 
@@ -138,7 +138,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Call ``torch.load`` on a path, a URL or an open file. Only data is loaded unless ``weights_only=False``."""
+    """Call ``torch.load`` on a path, URL or file. Loads only tensors and plain data unless ``weights_only=False``."""
     only_data = weights_only is not False
     if hasattr(path_or_url, "read"):
         return _read(path_or_url, map_location, only_data)
@@ -204,7 +204,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     seen = torch.cuda.device_count()
     if num_devices > seen:
-        raise ValueError(f"find_usable_cuda_devices({num_devices}) needs more GPUs than the {seen} this process sees.")
+        raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Ask for fewer.")
     usable = []
     for index in range(seen):
         if len(usable) == num_devices:

@@ -236,7 +236,7 @@ def _table() -> dict[str, dict[str, Target]]:
     for module in ("", ".throughput"):
         names = table[f"lightning.fabric.utilities{module}"]
         names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
-    # Here, ModelSummary is the description of a module, not the callback that prints it.
+    # In these modules, ModelSummary is the description of a module, not the callback that prints it.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
         of_summaries["ModelSummary"] = Target("callbacks.model_summary", "Summary")

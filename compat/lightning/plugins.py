@@ -257,7 +257,7 @@ def take_arguments(strategy: Any) -> None:
 
 
 def _translate_fsdp(arguments: dict[str, Any]) -> None:
-    """Replace FSDP 1 arguments with the FSDP2 ones."""
+    """Replace FSDP 1 arguments with their FSDP2 equivalents."""
     asked = {own: arguments.pop(name) for name, own in _FSDP.items() if name in arguments}
     recomputed = arguments.pop("activation_checkpointing_policy", arguments.get("activation_checkpointing"))
     if recomputed is not None:
@@ -290,7 +290,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return a signature with types instead of their names, for command lines. A mesh may also be two sizes."""
+    """Return a constructor's signature with resolved types, for command lines; a device mesh may also be two sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

@@ -77,7 +77,7 @@ def runif_reasons(
     dynamo: bool = False,
     **packages: bool,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Return the reasons why a test cannot run here, and the marks to give it.
+    """Return the reasons why a test cannot run on this machine, and the pytest marks to give it.
 
     Args:
         min_cuda_gpus: require at least this many GPUs.

@@ -27,7 +27,7 @@ _LOADERS = {
 
 
 def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an entry point so that it shows warnings again that an earlier call has already shown."""
+    """Wrap an entry point so that each call shows its warnings, even those that an earlier call has shown."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         messages.forget()
@@ -36,22 +36,20 @@ def speak_again(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def advising_train(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``DataSource.train``, plus advice about the loader that it creates."""
+def advising_train(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``FitLoop.advise`` to also give advice about the training loader."""
 
-    def train(source: Any) -> Any:
-        is_new = source.train_loader is None
-        loader = method(source)
-        if is_new and loader is not None:
-            _advise(source.run.trainer, [loader], HOOK["train"])
-            _advise_interval(source.run.trainer, source.num_training_batches)
-        return loader
+    def advise(loop: Any) -> None:
+        method(loop)
+        source = loop.run.source
+        _advise(source.run.trainer, [source.train_loader], HOOK["train"])
+        _advise_interval(source.run.trainer, source.num_training_batches)
 
-    return train
+    return advise
 
 
 def advising_evaluation(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``DataSource.load_evaluation``, plus advice about the loaders that it creates."""
+    """Wrap ``DataSource.load_evaluation`` to give advice about the loaders that it creates."""
 
     def load_evaluation(source: Any, kind: str) -> Any:
         is_new = kind not in source.eval
@@ -82,7 +80,11 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     context, workers = loader.multiprocessing_context, loader.num_workers
     most = suggested_max_num_workers(trainer.num_devices)
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
-    if workers and method == "spawn" and not loader.persistent_workers:
+    if (
+        workers
+        and "spawn" in (method, getattr(trainer.strategy, "start_method", None))
+        and not loader.persistent_workers
+    ):
         messages.warn(
             f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
         )
@@ -94,8 +96,8 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(
             f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated every "
-            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out one "
-            "of these arguments."
+            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out "
+            "persistent_workers, pin_memory or reload_dataloaders_every_n_epochs."
         )
 
 

@@ -26,7 +26,7 @@ Read = tuple[Callable[[Any], Any], str]
 
 
 class View:
-    """One part of Lightning's Trainer, with values read from Paceline's.
+    """One part of Lightning's Trainer, with values read from Paceline's Trainer.
 
     Attributes:
         place: the part, as written in programs.
@@ -269,7 +269,7 @@ class CallbackConnector(View):
 class AcceleratorConnector:
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
-    The arguments are those of the Trainer.
+    Takes the same arguments as a Trainer.
 
     Attributes:
         strategy: the chosen Strategy.

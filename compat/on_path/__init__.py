@@ -1,1 +1,1 @@
-"""A folder for each replaced package, with modules of the same names, for Python processes that a program starts."""
+"""Modules that Python processes started by a program import instead of the real packages, in a folder per package."""

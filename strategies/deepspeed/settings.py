@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read it from settings and plugins, add what the run decides, reject contradictions."""
+"""Read DeepSpeed's configuration from settings and plugins, add the run's values, and reject contradictions."""
 
 from __future__ import annotations
 
@@ -70,18 +70,16 @@ class DeepSpeedSettings:
     msamp_opt_level: str | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return a copy with unset fields filled from the settings."""
+        """Return a copy whose unset fields are filled from ``settings``."""
         return fill(self, settings, _FROM)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration without its ``"auto"`` values; it is read from a file if it is a path."""
+        """The configuration without its ``"auto"`` values, read from a file if ``hf_ds_config`` is a path."""
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``.
-
-        The value is the configuration's if it is set there, otherwise the field's.
+        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, or else the field's.
 
         Raises:
             ValueError: the configuration and the field differ.
@@ -134,7 +132,7 @@ class DeepSpeedSettings:
 
 # ---- the configuration ---------------------------------------------------------------------------------------------
 
-#: Keys that a configuration must not contain because the run decides them, each with the reason.
+#: Keys that a configuration must not contain because the run sets them, each with the reason.
 DECIDED = {
     "optimizer": "configure_optimizers creates the optimizer",
     "scheduler": "configure_optimizers creates the scheduler",
@@ -144,23 +142,16 @@ DECIDED = {
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the configuration as a dict without its ``"auto"`` values, because the run decides those.
+    """Return the configuration as a dict without its ``"auto"`` values, which the run sets.
 
     Raises:
-        ValueError: the file does not exist or is not JSON, or it contains a key that the run decides.
+        ValueError: the file does not exist or is not JSON, or it contains a key that the run sets.
         TypeError: ``config`` is neither a dict nor a path.
     """
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        found, name = dict(config), "DeepSpeedStrategy(config=...)"
-    elif isinstance(config, (str, os.PathLike)):
-        found, name = _from_file(Path(config)), f"The DeepSpeed configuration {os.fspath(config)!r}"
-    else:
-        raise TypeError(
-            f"DeepSpeedStrategy: config={config!r} is {messages.a(config)}. Pass a dict, or the path of a JSON file."
-        )
-    found = _without_auto(found)
+    found = without_auto(read_dict(config))
+    name = "DeepSpeedStrategy(config=...)"
+    if isinstance(config, (str, os.PathLike)):
+        name = f"The DeepSpeed configuration {os.fspath(config)!r}"
     for key, why in DECIDED.items():
         if found.get(key):
             raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave it out of the configuration.")
@@ -171,6 +162,22 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
                 'are held in memory. Use "device": "cpu".'
             )
     return found
+
+
+def read_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return everything in a configuration as a dict.
+
+    Raises:
+        ValueError: the file does not exist or is not JSON.
+        TypeError: ``config`` is neither a dict nor a path.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        return _from_file(Path(config))
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(
+            f"DeepSpeedStrategy: config={config!r} is {messages.a(config)}. Pass a dict, or the path of a JSON file."
+        )
+    return dict(config or {})
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -187,9 +194,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its ``"auto"`` values, in all sections."""
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if value != "auto"
     }
@@ -236,7 +244,7 @@ def full_config(
 
     With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the results
     match other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep
-    float32 weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off: Paceline does both.
+    float32 weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off, because Paceline does both.
     """
     zero: dict[str, Any] = {"stage": stage}
     if offload_optimizer:
@@ -304,8 +312,8 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
         if config.get(key, real) != real:
             raise ValueError(
                 f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
-                f"{'' if real == micro else f', which makes {real} per step'}. The loader decides: leave {key} out, or "
-                'use "auto".'
+                f"{'' if real == micro else f', which makes {real} per step'}. The loader sets the batch size. "
+                f'Leave {key} out, or set it to "auto".'
             )
 
 

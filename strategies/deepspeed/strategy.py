@@ -58,7 +58,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
         offload_parameters: keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
-            must not contradict what the Trainer decides (batch size, accumulation, clipping, precision).
+            must not contradict the Trainer's settings (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
 
     Raises:
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return super().setup_module(module)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Return the module itself, because the engine is created later: it needs the optimizer."""
+        """Return the module itself, because the engine, which needs the optimizer, is created later."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
                 f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it "
@@ -149,8 +149,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Give DeepSpeed a copy of the optimizer to partition; the user's optimizer keeps its parameters.
 
-        Schedulers and callbacks change the user's optimizer, so each step reads learning rates and other settings from
-        it.
+        Schedulers and callbacks change the user's optimizer, so each step copies its learning rates and other settings.
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
@@ -298,8 +297,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed skipped a step, which is not counted, because the gradient norm was not finite. Find the "
-                "loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+                "DeepSpeed skipped a step, because the gradient norm was not finite. global_step does not count it. "
+                "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
 

@@ -2,7 +2,7 @@
 
 Each ZeRO rank holds a float32 slice of each parameter group's concatenated parameters, and the optimizer state for that
 slice. Checkpoints contain full tensors, so they can be loaded with any strategy and any number of ranks. This file
-finds the piece of each parameter that a rank holds, gathers pieces, and splits full tensors.
+finds each rank's pieces of the parameters, gathers pieces, and splits full tensors.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def lasting_gradients(zero: Any) -> list[Tensor]:
-    """Return the :func:`gradients` whose memory the next step reuses."""
+    """Return the gradients whose memory the next step reuses; empty if each step allocates new gradients."""
     return gradients(zero) if splits(zero) or offloads(zero) else []
 
 
@@ -200,7 +200,7 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-    """Do what ``module.load_state_dict`` does for partitioned parameters, gathering them one submodule at a time.
+    """Like ``module.load_state_dict``, but for partitioned parameters, which are gathered one submodule at a time.
 
     Raises:
         ValueError: tensors are missing or unexpected, or have a different shape.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...torch_private import fsdp_parameters, whole_parameter
+from ...torch_private import fsdp_parameters, set_waiting_gradient, waiting_gradient
 from .. import sharded_tensors
 
 
@@ -24,7 +24,7 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, Any] = {}
     for one in fsdp_parameters(root):
-        whole, part = _accumulated(one), one.sharded_param.grad
+        whole, part = waiting_gradient(one), one.sharded_param.grad
         if isinstance(whole, DTensor):
             return None
         if whole is not None or part is not None:
@@ -51,16 +51,4 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
             own = one.sharded_param
             own.grad = sharded_tensors.from_part(kept["part"].to(own.device), own)
         if kept["whole"] is not None:
-            whole = kept["whole"].to(device)
-            parameter = whole_parameter(one)
-            if parameter is not None and whole.dtype == parameter.dtype:
-                parameter.grad = whole
-            else:
-                one.unsharded_accumulated_grad = whole
-
-
-def _accumulated(one: Any) -> Tensor | None:
-    if one.unsharded_accumulated_grad is not None:
-        return one.unsharded_accumulated_grad
-    parameter = whole_parameter(one)
-    return None if parameter is None else parameter.grad
+            set_waiting_gradient(one, kept["whole"].to(device))

@@ -79,7 +79,7 @@ class FSDPSettings:
     min_num_params: int | None = None
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return a copy with unset fields filled from the settings."""
+        """Return a copy whose unset fields are filled from ``settings``."""
         names = [field.name for field in fields(FSDPSettings) if field.name not in _WITHOUT_SETTING]
         return fill(self, settings, {name: _OTHER_NAMES.get(name, f"fsdp_{name}") for name in names})
 
@@ -226,7 +226,7 @@ def _offload(asked: Any) -> Any:
 
 
 def _policy(asked: Any) -> Any:
-    """Convert FSDP 1's policy, a dict of arguments or the name of a dtype to FSDP2's policy."""
+    """Convert FSDP 1's policy, a dict of arguments or the name of a dtype to FSDP2's mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if asked is None or isinstance(asked, MixedPrecisionPolicy):

@@ -49,10 +49,10 @@ class FSDPStrategy(DistributedStrategy):
 
     Mixed precision: weights are gathered in float32 and the step runs under autocast, so the results match a
     single-device run. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)``
-    gathers in 16 bits instead, which halves the communication and the memory for gathered weights. Everything then
-    computes in that dtype, including normalization, softmax and loss, and autocast is off.
+    gathers in 16 bits instead, which halves the communication and the memory for gathered weights. The entire step then
+    runs in that dtype, including normalization, softmax and loss, and autocast is off.
 
-    Processes do not reduce gradients until the last micro-batch of an accumulation, so each process holds full,
+    Gradients are not reduced until the last micro-batch of an accumulation window, so each process holds full,
     unsharded gradients until then.
 
     All ranks start from rank 0's weights. Layers that ``configure_model`` creates on the meta device
@@ -68,7 +68,7 @@ class FSDPStrategy(DistributedStrategy):
             int (modules with at least this many parameters), ``f(name, module) -> bool``, or None (only the root).
         sharding: ``"full"``, ``"grad_op"`` (keeps weights gathered from forward to backward, as in ZeRO-2) or
             ``"hybrid"`` (shards within a machine and replicates across machines).
-        reshard_after_forward: the argument of ``fully_shard`` for the blocks; if None, ``sharding`` decides.
+        reshard_after_forward: the argument of ``fully_shard`` for the blocks; if None, it follows from ``sharding``.
         mixed_precision: a ``MixedPrecisionPolicy`` to use instead of autocast.
         cpu_offload: True or a ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
         activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or more
@@ -185,7 +185,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager that creates layers; weights for layers without memory are read after sharding."""
+        """Context manager that creates layers. Weights loaded into meta-device layers are read after sharding."""
         with super().init_context(), self._noting():
             yield
 
@@ -214,6 +214,7 @@ class FSDPStrategy(DistributedStrategy):
             self.offload,
             self.activation_checkpointing,
         )
+        self.precision.shards = True
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
@@ -277,9 +278,9 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def _reshard_root(self) -> bool | None:
-        """The root's ``reshard_after_forward``: None keeps it unsharded until backward, which needs it first.
+        """The root's ``reshard_after_forward``; True with manual optimization.
 
-        With manual optimization it is True.
+        None keeps the root unsharded until backward, which needs the root first.
         """
         if self._manual:
             return True
@@ -454,8 +455,8 @@ class FSDPStrategy(DistributedStrategy):
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
-                "The state cannot be saved after an error: it is sharded across all processes, and the others may not "
-                "have failed. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
+                "The state cannot be saved after an error, because it is sharded and processes that did not fail may "
+                "not take part. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
             )
         if self._in_parts:
             return sharded_tensors.detached(state)
@@ -498,7 +499,7 @@ class FSDPStrategy(DistributedStrategy):
 class _Holder(nn.Module):
     """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
-    Sharding replaces the methods that do nothing here.
+    ``fully_shard`` replaces the methods that do nothing.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

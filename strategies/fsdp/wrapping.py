@@ -20,8 +20,7 @@ Policy = Any
 def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """Return the modules inside ``root`` to shard separately, by name, outer modules first.
 
-    Modules that share a tied parameter with another module stay in the root's group, so that the parameter remains one
-    tensor.
+    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor.
 
     Raises:
         ValueError: the policy matches no module; the message lists the model's classes.
@@ -42,8 +41,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
 def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
-    The policy is one or more classes or class names, ``f(name, module)`` or, with ``smallest``, a number of parameters.
-    ``argument`` is the name of the policy's argument, for error messages.
+    The policy is one or more classes or class names, ``f(name, module)`` or, if ``smallest`` is True, a minimum
+    number of parameters. ``argument`` is the name of the policy's argument, for error messages.
     """
     candidates = {
         name: module
@@ -88,7 +87,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
 
 
 def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
-    """Form groups bottom-up: a module becomes a group if it has ``least`` parameters outside the groups inside it."""
+    """Choose, bottom-up, each module with at least ``least`` parameters that no chosen submodule contains."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()

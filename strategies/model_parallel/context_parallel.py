@@ -60,7 +60,7 @@ class SplitSequences:
             has = f"has the keys {list(named)}" if named else f"is {messages.a(batch)}"
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch {has}. Use the "
-                "batch's keys (indices for a tuple), or a single number for that dimension of all tensors."
+                "batch's keys (indices for a tuple), or one number, the sequence dimension of all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value
@@ -88,7 +88,7 @@ class SplitSequences:
 
 
 class _Attention(TorchFunctionMode):
-    """While active, scaled_dot_product_attention uses this part's queries with the keys and values of all parts."""
+    """Context manager in which attention uses this part's queries with the keys and values of all parts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class Pipeline:
         if self.size > _MOST_PROCESSES:
             raise ValueError(
                 f"pipeline_parallel={self.size} is too large: a pipeline can have at most {_MOST_PROCESSES} "
-                "processes. Use tensor_parallel or data_parallel_replicate for the rest."
+                "processes. Use the other processes for tensor_parallel or data_parallel_replicate."
             )
         self.microbatches = self.microbatches or 4 * self.size
 
@@ -297,7 +297,7 @@ class Pipeline:
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """Return the value of a torchmetrics ``Metric`` that the last stage has updated, on all stages."""
+        """Compute a torchmetrics ``Metric`` on the last stage, which has updated it; return its value on all stages."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group
@@ -312,10 +312,10 @@ class Pipeline:
         return value.to(self.strategy.device) if isinstance(value, Tensor) else value
 
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
-        """Send the last stage's numbers and logged values to all stages.
+        """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
-        The processes exchange a few integers over the host, plus the layout if it has changed; the numbers stay on the
-        device. The same exchange tells ``weights`` which stages use which weights.
+        The values are sent from device to device. Over the host, the processes exchange only a few integers and, if it
+        is new, the layout of the values. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).

@@ -39,8 +39,8 @@ class Call:
         seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
         training: whether to run backward too.
-        unit: number of items that counts as 1, about as many as in a micro-batch, so that weighted losses stay in
-            fp16's range; None if not known yet.
+        unit: number of items by which weighted losses are divided, about as many as in a micro-batch, so that the
+            losses stay in fp16's range; None if not known yet.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """Return the batch's loss, and a pair (whether the step returned items, the loss's dtype).
+        """Return a list with the batch's loss, and a pair (whether the step returned items, the loss's dtype).
 
-        If the step returned items, the items and units follow the loss.
+        If the step returned items, the list also contains their number, and that number divided by ``unit``.
         """
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
         form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
@@ -112,7 +112,7 @@ class Plan:
 
     When created, it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch
     up to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` contains
-    what is already known about micro-batches of this form, by stage.
+    the properties of each stage that are already known for micro-batches of this form.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Plan:
     ) -> tuple[Left | None, Any]:
         """Run the step until it leaves the stage or finishes.
 
-        Returns what it passes to the next stage, or its output if it finished.
+        Returns a pair: the tensors for the next stage (None if the step finished), and the step's output.
         """
         call, seed = self.call, self.pipeline.seed
 

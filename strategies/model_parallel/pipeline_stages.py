@@ -49,7 +49,7 @@ class TensorForm:
 
 @dataclass
 class Passage:
-    """What is known about a stage for micro-batches of one form.
+    """The known properties of a stage for micro-batches of one form.
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
@@ -109,7 +109,7 @@ class Stages:
         return max(stage for stage in range(self.count) if self.starts[stage] <= block)
 
     def holders(self) -> dict[str, set[int]]:
-        """Return the stages that hold each parameter and buffer, keyed by its first name."""
+        """Return the stages that hold each parameter and buffer; a tied tensor is listed under its first name."""
         inside: dict[int, set[int]] = {}
         for index, block in enumerate(self.blocks):
             for tensor in (*block.parameters(), *block.buffers()):
@@ -150,7 +150,7 @@ class Run:
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known about the stage; the first runs fill it in.
+        passage: the known properties of the stage; the first runs add to them.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
         stop_at_entry: end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: called at the stage's first block.
@@ -433,7 +433,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if nested:
         raise ValueError(
             f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the model cannot be split "
-            "there. Name modules that are not inside siblings of one another."
+            "there. Choose names so that none is inside a sibling of another one."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):

@@ -112,7 +112,7 @@ class PipelineSteps(Base):
         splitter.finish()
 
     def _give_values(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values one tensor at a time, after initializing layers without memory."""
+        """Broadcast rank 0's values one tensor at a time, after initializing layers on the meta device."""
         self._materialize(module, torch.device("cpu"))
         with torch.no_grad(), self._at("broadcasting rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):

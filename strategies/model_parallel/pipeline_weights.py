@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,6 @@ class Weights:
         self._users: dict[str, set[int]] = {}
         #: Ids of the weights that this process has used; None after the first step.
         self.seen: set[int] | None = set()
-        self._groups: dict[tuple[int, ...], Any] = {}
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         #: Shared weights that have a gradient on some process in this window.
         self._window: set[str] = set()
@@ -116,7 +116,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum gradients across the processes that share a weight; average all gradients over the pipeline's copies."""
+        """Sum gradients across the processes that share a weight; average all gradients across pipeline copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -124,23 +124,36 @@ class Weights:
                 by_users.setdefault(tuple(sorted(users)), []).append(self._named[name])
         self._window = set()
         for users, parameters in by_users.items():
-            all_reduce(parameters, self._group(users))
+            in_buckets(parameters, partial(self._sum_across, users))
         for group, host in self.pipeline.copies:
             there = torch.tensor([parameter.grad is not None for parameter in self._held], dtype=torch.uint8)
             dist.all_reduce(there, dist.ReduceOp.MAX, group=host)
             chosen = [parameter for parameter, yes in zip(self._held, there.tolist(), strict=True) if yes]
-            all_reduce(chosen, group, mean=True)
+            in_buckets(chosen, partial(_average, group=group))
 
-    def _group(self, users: tuple[int, ...]) -> Any:
+    def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
+        """Sum a tensor in place across some of the pipeline's processes.
+
+        They need no process group of their own: all processes would have to create it, those of other pipelines too.
+        """
+        group = self.pipeline.group
         if len(users) == self.pipeline.size:
-            return self.pipeline.group
-        if users not in self._groups:
-            processes = [self.pipeline.process_of(rank) for rank in users]
-            self._groups[users] = dist.new_group(processes, use_local_synchronization=True)
-        return self._groups[users]
+            dist.all_reduce(flat, group=group)
+            return
+        first, *others = [self.pipeline.process_of(rank) for rank in users]
+        if self.pipeline.rank == users[0]:
+            part = torch.empty_like(flat)
+            for other in others:
+                dist.recv(part, other, group=group)
+                flat += part
+            for other in others:
+                dist.send(flat, other, group=group)
+        else:
+            dist.send(flat, first, group=group)
+            dist.recv(flat, first, group=group)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm over all stages, counting shared weights once; return the norm before clipping, shape ()."""
+        """Clip the norm across all stages, including shared weights once; return the norm before clipping, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}
@@ -164,7 +177,10 @@ class Weights:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:
-        """Return True if this process counts a gradient: only the first process that uses the weight does."""
+        """Return True if this process includes a gradient in the total norm.
+
+        For a weight that several processes share, only the first of them does.
+        """
         if name is None:
             return self.pipeline.rank == 0
         return self.pipeline.rank == min(self._users.get(name) or self.holders[name])
@@ -228,8 +244,8 @@ class Weights:
             yield box[0]
 
 
-def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -> None:
-    """Sum or average gradients over a group, in buckets; a missing gradient counts as zero."""
+def in_buckets(parameters: list[nn.Parameter], reduce: Callable[[Tensor], None]) -> None:
+    """Reduce gradients in place with ``reduce``, in buckets, shape (n,); a missing gradient counts as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -239,12 +255,15 @@ def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -
     for grads in by_dtype.values():
         for bucket in _buckets(grads):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat, group=group)
-            if mean:
-                flat /= dist.get_world_size(group)
+            reduce(flat)
             pieces = flat.split([grad.numel() for grad in bucket])
             for grad, piece in zip(bucket, pieces, strict=True):
                 grad.copy_(piece.view_as(grad))
+
+
+def _average(flat: Tensor, group: Any) -> None:
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
 
 
 def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -167,7 +167,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
-        """Return the mesh of the processes that share parameters along these dimensions.
+        """Return the mesh with these dimensions, across whose processes parameters are sharded or replicated.
 
         Processes with different parts of a sequence see different data, just as with different samples, so parameters
         are sharded across them too.
@@ -256,7 +256,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts on all ranks."""
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
         parameters = parameters_of(optimizer)
         parts.settle(parameters)
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
@@ -362,7 +362,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return False for torch's hint, logged on every process, that some tensors are split in two dimensions."""
+    """Log filter that drops torch's hint, repeated on every process, that tensors are split in two dimensions."""
     return "sequential" not in str(record.msg)
 
 

@@ -207,7 +207,7 @@ def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int
 
 
 class SplitLoss(TorchFunctionMode):
-    """While active, ``cross_entropy`` does not gather logits that are split by classes.
+    """Context manager in which ``cross_entropy`` does not gather logits that are split by classes.
 
     It returns a plain tensor, the same on every process. Its backward must also run in ``loss_parallel()``.
     """
@@ -219,7 +219,7 @@ class SplitLoss(TorchFunctionMode):
             return func(*args, **(kwargs or {})).full_tensor()
 
     def bind(self, step: Callable[..., T], training: bool) -> Callable[..., T]:
-        """Return a function that runs the step inside this mode."""
+        """Return a function that runs the step inside this context manager."""
 
         def with_split_loss(*args: Any) -> T:
             with self:

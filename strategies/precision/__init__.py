@@ -5,4 +5,5 @@ from .base import HalfPrecision as HalfPrecision
 from .base import Precision as Precision
 from .base import TruePrecision as TruePrecision
 from .choose import choose_precision as choose_precision
+from .float8 import Float8Precision as Float8Precision
 from .mixed import MixedPrecision as MixedPrecision

@@ -24,14 +24,15 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 class Precision:
     """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
-    What happens in each step is decided when the run starts: :meth:`bind_forward` returns the step itself if it needs
-    no context.
+    :meth:`bind_forward` is called once, when a run starts, and returns the step itself if the step needs no context.
     """
 
     #: The canonical name, as in ``Trainer(precision=...)``.
     name: str = "32-true"
     #: The dtype to convert floating-point inputs to when a batch is moved, or None.
     input_dtype: torch.dtype | None = None
+    #: Whether the strategy shards the weights and gathers them before use; it sets this before :meth:`convert_module`.
+    shards: bool = False
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
@@ -51,7 +52,7 @@ class Precision:
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which :meth:`bind_forward` runs a step, for use elsewhere."""
+        """Return the context in which :meth:`bind_forward` runs a step, for forward passes outside a step."""
         return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:

@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args
 
 from ... import messages
 from .base import Precision, TruePrecision
+from .float8 import Float8Precision
 from .mixed import MixedPrecision
 
-PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
-PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", 64, 32, 16]
+PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "fp8-mixed"]
+PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", "fp8", 64, 32, 16]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 ALIASES: dict[str, PrecisionName] = {
     "64": "64-true",
@@ -19,6 +20,7 @@ ALIASES: dict[str, PrecisionName] = {
     "no": "32-true",
     "fp32": "32-true",
     "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
 }
 
 
@@ -55,6 +57,8 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         )
     if name == "32-true":
         return Precision()
+    if name == "fp8-mixed":
+        return Float8Precision(device=kind)
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
 
 

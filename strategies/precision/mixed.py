@@ -149,7 +149,7 @@ class MixedPrecision(Precision):
         return not skipped
 
     def inverse_scale(self) -> Tensor:
-        """Return the factor that unscales gradients, shape (), for a strategy that stores gradients elsewhere."""
+        """Return the inverse of the loss scale as a scalar tensor, for a strategy that unscales gradients itself."""
         return scale_of(self.scaler).double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
@@ -166,10 +166,10 @@ class MixedPrecision(Precision):
         self._update()
 
     def _update(self) -> None:
-        """Adjust the scale after the last steps; with several optimizers, only when the next loss is scaled.
+        """Adjust the scale if a step has run since the last adjustment.
 
-        Until then, optimizers that have not stepped need the scale that their losses were multiplied by. Optimizers
-        whose gradients are already unscaled stay marked as unscaled.
+        With several optimizers, this waits until the next loss is scaled, because optimizers that have not stepped need
+        the scale that their losses were multiplied by. Unscaled gradients stay marked as unscaled.
         """
         if not self._update_due:
             return

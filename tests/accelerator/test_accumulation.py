@@ -413,6 +413,22 @@ def test_a_schedule_moves_once_an_update_whatever_adjust_scheduler_says(adjust: 
     assert rates == [0.1, 0.09, 0.09, 0.08, 0.08, 0.07, 0.07, 0.06, 0.06, 0.05]
 
 
+def _steps_of_one_call() -> list[int]:
+    found = []
+    for how in ({}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}):
+        accelerator, model, optimizer = one_weight(scheduler_steps="per_sample", **how)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+        pull(accelerator, model, 1.0)
+        optimizer.step()
+        schedule.step()
+        found.append(schedule.last_epoch)
+    return found
+
+
+def test_schedules_count_the_batches_of_all_processes_only_where_each_process_has_batches_of_its_own() -> None:
+    assert ranks(2, _steps_of_one_call) == [[2, 1, 1]] * 2
+
+
 # ---- schedulers that are told a metric -------------------------------------------------------------------------------
 
 

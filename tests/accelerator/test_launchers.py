@@ -121,7 +121,6 @@ def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
         ({"max_restarts": 1}, NotImplementedError, "max_restarts=1"),
         ({"nodes": 2}, TypeError, "unexpected argument 'nodes'"),
         ({"num_processes": -1}, ValueError, "num_processes=-1 is not a valid number of processes"),
-        ({"mixed_precision": "fp8"}, NotImplementedError, "no 8-bit training"),
         ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'BF16'"),
     ],
 )

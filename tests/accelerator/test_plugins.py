@@ -69,7 +69,7 @@ def test_e5_modes_are_passed_on_and_others_refused() -> None:
 
 
 def test_a_backend_that_is_not_installed_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"is not available in torch .*It has 'EAGER', .*'INDUCTOR'"):
+    with pytest.raises(ValueError, match=r"is not available in torch .*backends are 'EAGER', .*'INDUCTOR'"):
         TorchDynamoPlugin(backend="fx2trt").compiler()
 
 

@@ -157,6 +157,7 @@ def test_f4_a_list_mixes_names_enums_classes_objects_and_loggers_each_once(tmp_p
 
 
 def test_f4_all_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost")
     assert filter_trackers("all", tmp_path) == ["csv", "tensorboard", "wandb", "mlflow"]
     assert filter_trackers("all") == ["wandb", "mlflow"]
     hide(monkeypatch, "wandb")
@@ -214,7 +215,7 @@ def test_f6_u24_log_before_init_trackers_and_after_the_end_is_an_error(tmp_path:
     trackers.finish()
     with pytest.raises(RuntimeError, match="after end_training"):
         trackers.log({"loss": 1.0})
-    with pytest.raises(RuntimeError, match=r"has no tracker. Choose a tracker, such as with Accelerator.log_with="):
+    with pytest.raises(RuntimeError, match=r"has no tracker. Choose a tracker, for example with Accelerator.log_with="):
         Trackers().log({"loss": 1.0})
 
 

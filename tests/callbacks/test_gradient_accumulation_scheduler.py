@@ -114,5 +114,7 @@ def test_hooks_of_the_module_that_run_once_per_step_are_told_of() -> None:
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
 
-    with pytest.warns(messages.PacelineWarning, match=r"Steps overrides 'optimizer_step', which is called once per"):
+    with pytest.warns(
+        messages.PacelineWarning, match=r"Steps overrides 'optimizer_step', which the trainer calls once per"
+    ):
         make_trainer(GradientAccumulationScheduler({0: 2}), epochs=1).fit(Steps(), tiny_loader())

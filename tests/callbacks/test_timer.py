@@ -164,7 +164,7 @@ def test_a_grace_time_without_an_end_is_an_error() -> None:
 def test_the_end_of_the_time_is_told_once(clock: Clock, verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     fit(clock, Timer("00:00:00:15", verbose=verbose), min_epochs=2)
-    assert caplog.text.count("Training stops after 0:00:20") == verbose
+    assert caplog.text.count("Elapsed time: 0:00:20. Signaling Trainer to stop.") == verbose
 
 
 @pytest.mark.parametrize(

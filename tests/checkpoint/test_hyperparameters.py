@@ -289,7 +289,7 @@ def test_a_value_that_cannot_be_copied_is_kept_by_reference():
 def test_a_module_among_the_arguments_is_told_once_and_not_copied():
     messages.forget()
     net = nn.Linear(2, 2)
-    with pytest.warns(messages.PacelineWarning, match=r"module under 'net'.*ignore=\['net'\]"):
+    with pytest.warns(messages.PacelineWarning, match=r"are modules: 'net'.*Exclude them.*ignore=\['net'\]"):
         module = Plain(0.1, net=net)
     assert module.hparams_initial.net is net
     with warnings.catch_warnings():

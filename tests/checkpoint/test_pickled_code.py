@@ -23,6 +23,16 @@ class Listed(list):
     pass
 
 
+class LoadsMore:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr(torch.storage, "_load_from_bytes"), (pickle.dumps(Path("a")),)  # noqa: B009
+
+
+class Opens:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.load, ("elsewhere.pt",)
+
+
 class RunsCode:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -71,3 +81,14 @@ def test_objects_of_old_protocols_and_damaged_files_are_read_as_far_as_they_go()
     assert uses(io.BytesIO(old[: len(old) // 2])) == {"argparse.Namespace": REFERS}
     assert "torch.nn.modules.linear.Linear" in uses(saved(torch.nn.Linear(1, 1)))
     assert uses(io.BytesIO(b"no pickle")) == {}
+
+
+def test_a_file_that_loads_another_one_is_not_plain() -> None:
+    assert uses(saved({"a": LoadsMore(), "b": Opens()})) == {
+        "torch.serialization.load": CALLS,
+        "torch.storage._load_from_bytes": CALLS,
+    }
+    plain = {"dtype": torch.float16, "shape": torch.Size([2]), "device": torch.device("cpu"), "layout": torch.strided}
+    assert (
+        uses(saved({**plain, "parameter": torch.nn.Parameter(torch.ones(1)), "sparse": torch.eye(2).to_sparse()})) == {}
+    )

@@ -44,7 +44,7 @@ QUESTIONS = [
     "Do you want to use DeepSpeed?",
     "What GPU(s) (by id) should be used for training on this machine?",
     "Would you like to enable numa efficiency? (NVIDIA only)",
-    "Do you wish to use mixed precision? (no, fp16, bf16)",
+    "Do you wish to use mixed precision? (no, fp16, bf16, fp8)",
     "How many micro-batches should be accumulated per optimizer step?",
 ]
 

@@ -128,11 +128,10 @@ def test_b17_transformers_trainer_shards_saves_and_resumes(found: dict[str, Any]
 def test_every_name_can_be_imported(accelerate: Any) -> None:
     module = importlib.import_module("accelerate.utils")
     for name in names.ALL:
-        value = getattr(module, name)
-        assert isinstance(value, (str, list)) or callable(value), name
+        assert hasattr(module, name), name
     assert set(dir(module)) >= set(names.ALL) - set(names.UNSUPPORTED)
     assert {"FSDP_MODEL_NAME", "is_cuda_available", "Accelerator"} <= set(module.__all__)
-    assert "BatchSamplerShard" not in module.__all__
+    assert "MegatronEngine" not in module.__all__
 
 
 def test_every_name_that_transformers_imports_is_there(accelerate: Any) -> None:
@@ -401,10 +400,13 @@ def test_a_gradient_state_is_that_of_the_accelerator_made_last(accelerate: Any) 
     assert isinstance(first.gradient_state, GradientState)
     assert first.gradient_state.num_steps == 4
     assert "mixed_precision" in inspect.signature(accelerate.Accelerator).parameters
+    kept = second.gradient_state
     del first, second
     gc.collect()
-    with pytest.raises(ValueError, match="none exists"):
-        GradientState()
+    assert GradientState() is kept
+    del kept
+    gc.collect()
+    assert GradientState().num_steps == 1
 
 
 def test_an_accelerator_stays_where_a_partial_state_was_asked_to_stay(accelerate: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline import DataLoaderConfiguration, set_seed
+from paceline import DataLoaderConfiguration, messages, set_seed
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.loaders import DataLoaderShard
@@ -279,3 +280,52 @@ def test_an_iterable_dataset_is_read_by_one_process() -> None:
     assert sorted(index for part in ranks(2, read_by_the_first) for batch in part for index in batch) == list(
         range(SAMPLES)
     )
+
+
+# ---- where Accelerate's numbers are wrong ----------------------------------------------------------------------------
+
+
+def with_differences() -> list[list[str]]:
+    """What has been said after one epoch without and one with even batches.
+
+    The loop has a schedule, clears gradients at the beginning of each micro-batch and clips them at its end. Its last
+    window and last batches are short.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage().partition(".")[0])
+    messages.log.setLevel("INFO")
+    messages.log.addHandler(handler)
+    found = []
+    for even in (False, True):
+        config = DataLoaderConfiguration(use_seedable_sampler=True, even_batches=even)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, dataloader_config=config)
+        set_seed(SEED)
+        model = network()
+        set_seed(SEED, device_specific=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        loader = DataLoader(Noisy(), 5, shuffle=True)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        for x, _ in itertools.islice(loader, len(loader)):  # like transformers.Trainer, which counts its batches
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(model(x).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+        found.append([*said])
+    return found
+
+
+def test_what_differs_from_accelerate_is_said_once() -> None:
+    (uneven, even), others = ranks(2, with_differences)
+    assert uneven == [
+        "The processes have different seeds (set_seed(",
+        "Prepared schedules advance once per update",
+        "Gradients are clipped once, when their window is complete",
+        "optimizer",
+        "The last window of a pass has 2 of 3 micro-batches",
+    ]
+    assert even == [*uneven, "The last 6 of 16 samples do not fill a batch on each of 2 processes"]
+    assert others == [[], []]

@@ -152,6 +152,28 @@ with mock.patch("paceline.compat.lightning.texts.suggested_max_num_workers", ret
             warnings.simplefilter("always")
             trainer.test(Net(), DataLoader(torch.ones(4, 4)), verbose=False)
         assert any("test_dataloader has 0 workers" in str(one.message) for one in told), told
+
+class Nan(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("nan", float("nan"))
+        return super().training_step(batch, batch_idx)
+
+kept = pl.callbacks.ModelCheckpoint("kept", monitor="nan")
+stats = pl.callbacks.DeviceStatsMonitor(filter_keys={"heat"})
+csv = pl.loggers.CSVLogger("csv")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    pl.Trainer(**plain | {"logger": csv, "callbacks": [kept, stats]}).fit(Nan(), DataLoader(torch.ones(4, 4)))
+assert any("keys not found" in str(one.message) and "'heat'" in str(one.message) for one in told), told
+assert kept.current_score == kept.best_model_score == float("inf") and os.path.exists(kept.best_model_path)
+csv.log_metrics({"a": 1}, 4)
+csv.save()
+assert open(csv.experiment.metrics_file_path).readline().strip() == "step,a"
+tuner, net = pl.tuner.Tuner(pl.Trainer(**plain)), Net()
+net.lr = 0.1
+assert tuner.lr_find(net, DataLoader(torch.ones(4, 4)), num_training=1).suggestion() is None and net.lr == 0.1
+rates = tuner.lr_find(net, DataLoader(torch.ones(4, 4)), min_lr=1.0, max_lr=0.1, num_training=3).results["lr"]
+assert rates[0] == 1.0 and 0.1 <= rates[-1] < rates[0], rates
 with mock.patch("lightning.pytorch.accelerators.cuda.num_cuda_devices", return_value=3):
     assert pl.accelerators.CUDAAccelerator.auto_device_count() == 3, "patched"
 assert pl.accelerators.CUDAAccelerator.auto_device_count() == torch.cuda.device_count()

@@ -89,7 +89,7 @@ def test_objects_that_cannot_be_pickled_are_recognized() -> None:
 
 
 def test_more_gpus_than_there_are_cannot_be_found() -> None:
-    with pytest.raises(ValueError, match=r"needs more GPUs than the \d+ this process sees"):
+    with pytest.raises(ValueError, match=r"this process sees only \d+ GPUs"):
         library_functions.find_usable_cuda_devices(torch.cuda.device_count() + 1)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer
-from paceline.accelerator.trackers import Trackers
+from paceline import Trainer, messages
+from paceline.accelerator.trackers import Trackers, get_available_trackers
 from paceline.callbacks import ModelCheckpoint
 from paceline.loggers import MLFlowLogger
 from paceline.messages import PacelineWarning
@@ -96,6 +96,12 @@ def test_a_folder_of_mlflow_is_used_again_and_a_new_one_gets_a_database(
     tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.setattr(messages, "is_installed", lambda package: package != "sqlalchemy")
+    assert "mlflow" not in get_available_trackers()
+    with pytest.raises(ModuleNotFoundError, match=r"mlflow\.db needs the package 'sqlalchemy'"):
+        MLFlowLogger(save_dir=tmp_path / "new")
+    monkeypatch.setattr(messages, "is_installed", lambda package: True)
+    assert "mlflow" in get_available_trackers()
     assert MLFlowLogger(save_dir=tmp_path / "new").tracking_uri == f"sqlite:///{tmp_path}/new/mlflow.db"
     client.create_experiment("old")
     assert MLFlowLogger(save_dir=tmp_path / "runs").tracking_uri == f"file:{tmp_path}/runs"

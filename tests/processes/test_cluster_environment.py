@@ -336,5 +336,5 @@ def test_export_writes_what_torchrun_writes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_batch_scripts_world_size_agrees_with_srun_or_is_an_error() -> None:
     assert found({**SRUN, "WORLD_SIZE": SRUN["SLURM_NTASKS"]}) == found(SRUN)
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=99 is set, but SLURM started \d+ processes.*unset it"):
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=99 is set, but SLURM started \d+ processes.*unset WORLD_SIZE"):
         find_cluster({**SRUN, "WORLD_SIZE": "99"})

@@ -161,9 +161,9 @@ def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: 
     if host.is_script:
         assert start_method_in(host, "popen", None, 2) == "popen"
         return
-    with pytest.raises(RuntimeError, match=rf"but this is {name}.*Omit start_method.*`python file.py`"):
+    with pytest.raises(RuntimeError, match=rf"but this program is {name}.*Omit start_method.*`python file.py`"):
         start_method_in(host, "popen", None)
-    with pytest.raises(RuntimeError, match=rf"on 2 machines.*but this is {name}.*`python file.py` on each machine"):
+    with pytest.raises(RuntimeError, match=rf"on 2 machines.*program is {name}.*`python file.py` on each machine"):
         start_method_in(host, "auto", None, num_nodes=2)
 
 
@@ -178,7 +178,7 @@ def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: 
 )
 def test_a_fork_that_cannot_be_is_refused_with_what_works_there(host: Host, obstacle: str, fixes: list[str]) -> None:
     text = refusal_to_fork(host, obstacle)
-    assert text.startswith(f"The run starts its processes by forking this one, but {obstacle}. {fixes[0]}")
+    assert text.startswith(f"The run starts its processes by forking this process, but {obstacle}. {fixes[0]}")
     everything = ["Start again", "Restart the kernel", "'ddp_spawn'", "put the code into a file"]
     assert [fix for fix in everything if fix.lower() in text.lower()] == [
         fix for fix in everything if fix.lower() in [one.lower() for one in fixes]

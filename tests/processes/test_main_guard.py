@@ -57,8 +57,8 @@ def test_a_program_without_a_main_guard_is_told_the_two_lines_to_write_and_start
         timeout=120,
     )
     told = "\n".join(
-        f"{who} starts fresh processes, and each of them runs train.py again from the top, so it would start more "
-        f"processes on line {line}. Put code that only the first process should run under a main guard:\n\n"
+        f"{who} starts fresh processes, and each of them runs train.py again from the top, so line {line} would start "
+        "more processes. Put code that only the first process should run under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
         for who, line, statement in (
             ("start_method='spawn'", 18, "fit("),

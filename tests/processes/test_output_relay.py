@@ -214,7 +214,7 @@ def test_what_cannot_start_in_a_notebook_is_refused_with_what_can(outputs: dict[
     assert "strategy='ddp'" in text
     kind, text = error_of(outputs["popen"])
     assert kind == "RuntimeError"
-    assert "this is a notebook, so there is no script. Omit start_method" in text
+    assert "this program is a notebook, so there is no script. Omit start_method" in text
     refusal = text_of(outputs["obstacle"])
     assert "CUDA was already used in this process" in refusal
     assert "Restart the kernel" in refusal

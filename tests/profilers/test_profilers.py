@@ -234,7 +234,7 @@ def test_outside_of_a_run_recording_begins_with_the_first_action(tmp_path: Path)
         ("row_limit", r"PyTorchProfiler\(row_limit=\.\.\.\)"),
         ("sort_by", r"PyTorchProfiler\(sort_by_key=\.\.\.\)"),
         ("time_units", "Did you mean 'time_unit'"),
-        ("self", "Unknown key of table_kwargs 'self'"),
+        ("self", "Found invalid table_kwargs key: self"),
     ],
 )
 def test_keys_that_the_table_does_not_have_are_named(key: str, message: str) -> None:

@@ -113,7 +113,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ],
     ("overfit_batches", 2.0, ValueError, ("overfit_batches=2.0", "out of range", LIMIT)),
     ("overfit_batches", "1", TypeError, ("overfit_batches='1'", "a str", "Pass a number of batches")),
-    ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass 1 or more")),
+    ("val_check_interval", 0, ValueError, ("val_check_interval=0", "out of range", "Pass a number of at least 1")),
     ("val_check_interval", 1.5, ValueError, ("val_check_interval=1.5", "out of range", "Pass a float in (0.0, 1.0]")),
     ("val_check_interval", "often", ValueError, ("val_check_interval", "'often'", "'DD:HH:MM:SS'", "timedelta")),
     ("val_check_interval", "00:00:00:00", ValueError, ("val_check_interval", "00:00:00:00", "positive duration")),
@@ -834,7 +834,7 @@ def test_a_callbacks_monitor_that_was_never_logged_lists_what_was(kind: Any, qui
     [
         (
             {"accumulate_grad_batches": 2},
-            ("accumulate_grad_batches=2", "no effect", "Mine", "leave out accumulate_grad_batches"),
+            ("accumulate_grad_batches=2", "no effect", "Mine", "Leave out accumulate_grad_batches"),
         ),
         ({"gradient_clip_val": 1.0}, ("gradient_clip_val=1.0", "no effect", "Mine", "self.clip_gradients")),
     ],

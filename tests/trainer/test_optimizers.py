@@ -734,6 +734,6 @@ def test_optimization_by_hand_takes_any_scheduler_and_further_arguments_of_a_ste
             optimizer = Options(self.parameters(), lr=0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": object(), "monitor": "loss"}}
 
-    with pytest.warns(UserWarning, match="sets 'monitor' for a scheduler, which has no effect under manual"):
+    with pytest.warns(UserWarning, match="sets 'monitor' for a scheduler, but manual optimization ignores"):
         Trainer(max_epochs=1, **quiet).fit(Module(manual=True), [torch.ones(1)])
     assert got == [2.0, 1.0]

@@ -524,5 +524,5 @@ def sharded_size() -> None:
 
 
 def test_a_forward_that_communicates_is_refused() -> None:
-    with pytest.raises(RanksError, match="on 2 processes with FSDPStrategy: its forward pass communicates"):
+    with pytest.raises(RanksError, match="on 2 processes with FSDPStrategy, because the forward pass communicates"):
         ranks(2, sharded_size)

@@ -1,0 +1,320 @@
+"""``accelerate``'s helpers that programs seldom call themselves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+
+from ... import messages
+from ...accelerator.enums import Word
+from ...accelerator.nested_tensors import leaves, recursively_apply
+from ...accelerator.operations import DistributedOperationException
+from ...accelerator.process_state import PartialState
+from ...processes.device_transfer import move
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type | None:
+    """Return the class with this name of a module or one inside it; None if there is none."""
+    return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules, which are moved to ``device``; a text is a pattern for their names."""
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [one for name, one in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for one in modules or ():
+        one.to(device)
+        found.update(one.parameters())
+    return found
+
+
+def is_repeated_blocks(module: Any) -> bool:
+    """Return True for a ModuleList whose modules all have the same class."""
+    return isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Return True if a module, or one inside it, is a list of blocks of the same class."""
+    return any(map(is_repeated_blocks, module.modules()))
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names that are not the beginning of another name."""
+    inner = {name.rpartition(".")[0] for name in module_sizes if name}
+    every = {".".join(name.split(".")[:end]) for name in inner for end in range(1, name.count(".") + 2)} | {""}
+    return [name for name in module_sizes if name not in every]
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of a model's first and last linear layers."""
+    names = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str]) -> bool:
+    """Return True for a linear layer that is not listed and whose sizes 16 divides."""
+    if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
+        return False
+    return not module.in_features % 16 and not module.out_features % 16
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter."""
+    return next(parameter.parameters()).device
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return True if two devices are the same; without an index, a device means the first of its kind."""
+    if first_device.type != second_device.type:
+        return False
+    return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+
+
+move_to_device = move
+
+
+def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that records that the optimizer stepped, and then calls ``method``."""
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        vars(accelerated_optimizer)["_accelerate_step_called"] = True
+        return method(*args, **kwargs)
+
+    return step
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+TENSOR_TYPE_TO_INT = {
+    dtype: number
+    for number, dtype in enumerate(
+        (
+            *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16),
+            *(torch.int32, torch.int64, torch.bool),
+        ),
+        start=1,
+    )
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def get_shape(data: Any) -> Any:
+    """Replace each tensor with the list of its sizes."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the shape and the dtype's number of the tensor that one process has."""
+    found = PartialState().strategy.gather_objects(
+        None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    )
+    shape, dtype = next(one for one in found if one is not None)
+    return torch.tensor(shape), torch.tensor(dtype)
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that compares the shapes of the processes' tensors first, if ``PartialState().debug`` is set."""
+
+    @functools.wraps(function)
+    def verified(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        state = PartialState()
+        if state.debug and state.use_distributed:
+            shapes = [list(one.shape) for one in leaves(tensor)]
+            found = state.strategy.unlike(shapes)
+            if found:
+                listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+                raise DistributedOperationException(
+                    f"{function.__name__} needs tensors of the same shapes on every rank, but got {listed}. Make the "
+                    "shapes equal, for example with pad_across_processes."
+                )
+        return function(tensor, *args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that names the function in a DistributedOperationException."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(f"Error in {function.__name__}: {error}") from error
+
+    return named
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+SharedDict = dict
+
+
+class ThreadLocalSharedDict:
+    """A descriptor for a dict that all objects of a class share."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, obj: Any, objtype: Any = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, obj: Any, value: dict[str, Any]) -> None:
+        self._storage = value
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+#: torch's version, without a suffix such as ``+cpu``.
+torch_version = Version(Version(torch.__version__).base_version)
+
+
+class EnumWithContains(type(Enum)):  # type: ignore[misc]
+    """Metaclass of enumerations that know their values with ``in``."""
+
+    def __contains__(cls, item: Any) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class Backend(Word):
+    """Packages for 8-bit training."""
+
+    AO = "AO"
+    MSAMP = "MSAMP"
+    TE = "TE"
+
+
+class FP8Format(Word):
+    """Formats of 8-bit numbers."""
+
+    E4M3 = "E4M3"
+    HYBRID = "HYBRID"
+    E5M2 = "E5M2"
+
+
+class AmaxComputeAlgorithm(Word):
+    """How scales of 8-bit tensors follow from earlier values."""
+
+    MAX = "max"
+    MOST_RECENT = "most_recent"
+
+
+class OptLevel(Word):
+    """Levels of 8-bit training."""
+
+    O1 = "O1"
+    O2 = "O2"
+
+
+class ConversionStatus(Enum):
+    """What happened to a key of an FSDP 1 configuration."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+@dataclass
+class CPUInformation:
+    """The ranks of a process on CPUs, and how many there are."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return this process's ranks."""
+    state = PartialState()
+    nodes = state.strategy.num_nodes
+    return CPUInformation(
+        state.process_index, state.num_processes, state.local_process_index, state.num_processes // nodes
+    )
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the GPUs and their number."""
+    count = torch.cuda.device_count()
+    return [torch.cuda.get_device_name(index) for index in range(count)], count
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return True, because NCCL itself chooses how GPUs communicate."""
+    return True
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Do nothing: `paceline launch --enable_cpu_affinity` binds processes to cores."""
+    messages.info_once("set_numa_affinity has no effect. Use `paceline launch --enable_cpu_affinity`.")
+
+
+override_numa_affinity = set_numa_affinity
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Set the variable that lets one process read the weights."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Set the variable that lets every process read the weights."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+def test_launch() -> None:
+    """Join the process group, to see that it works."""
+    PartialState()
+
+
+def get_free_port() -> int:
+    """Return a port that nothing on this machine listens on."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def deepspeed_required(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for functions that need DeepSpeed."""
+    return _required(function, "deepspeed")
+
+
+def torchao_required(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for functions that need torchao."""
+    return _required(function, "torchao")
+
+
+def _required(function: Callable[..., Any], package: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def required(*args: Any, **kwargs: Any) -> Any:
+        if not messages.is_installed(package):
+            raise ImportError(messages.missing(function.__name__, package))
+        return function(*args, **kwargs)
+
+    return required

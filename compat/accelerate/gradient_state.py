@@ -1,0 +1,42 @@
+"""``GradientState()``, which stands for the newest Accelerator's accumulation window."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ...accelerator import accumulation
+
+
+class _OfTheLast(type):
+    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
+
+    last: weakref.ref[accumulation.GradientState] | None = None
+    alone: accumulation.GradientState | None = None
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = None if _OfTheLast.last is None else _OfTheLast.last()
+        if found is None:
+            found = _OfTheLast.alone = _OfTheLast.alone or accumulation.GradientState()
+        return found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, accumulation.GradientState)
+
+
+class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
+    """The accumulation window of the newest Accelerator; each Accelerator has its own.
+
+    Without an Accelerator, a state with the default settings.
+    """
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the state, so that the next Accelerator, or the next call, provides another one."""
+        _OfTheLast.last = _OfTheLast.alone = None
+
+
+def newest_is(state: accumulation.GradientState, replace: bool = True) -> None:
+    """Make ``GradientState()`` return this state; without ``replace``, only if it has none of an Accelerator."""
+    if replace or _OfTheLast.last is None or _OfTheLast.last() is None:
+        _OfTheLast.last = weakref.ref(state)

@@ -1,0 +1,206 @@
+"""Parsers and classes behind Accelerate's commands, DeepSpeed files, helpers of test suites, and small helpers."""
+
+from __future__ import annotations
+
+import json
+import os
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.accelerator.process_state import AcceleratorState, PartialState
+from paceline.compat.accelerate import commands, deepspeed, details, testing
+from paceline.compat.accelerate.accelerator import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def no_state() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_is_parsed_and_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nopen(sys.argv[1], 'w').write(os.environ['PACELINE_MIXED_PRECISION'])\n")
+    before, parser = dict(os.environ), commands.launch_command_parser()
+    args = parser.parse_args(["--cpu", "--mixed-precision", "bf16", "--quiet", str(script), str(tmp_path / "said")])
+    assert (args.training_script, args.training_script_args) == (str(script), [str(tmp_path / "said")])
+    args.training_script_args = [str(tmp_path / "other")]
+    commands.launch_command(args)
+    assert (tmp_path / "other").read_text() == "bf16"
+    assert dict(os.environ) == before
+    assert commands.prepare_multi_gpu_env(args)["PACELINE_MIXED_PRECISION"] == "bf16"
+    script.write_text("raise SystemExit(3)\n")
+    with pytest.raises(SystemExit, match="3"):
+        commands.launch_command(args)
+
+
+def test_commands_can_be_added_to_a_parser() -> None:
+    top = commands.launch_command_parser().__class__("accelerate")
+    places = top.add_subparsers()
+    for add in (
+        commands.launch_command_parser,
+        commands.env_command_parser,
+        commands.estimate_command_parser,
+        commands.merge_command_parser,
+        commands.test_command_parser,
+        commands.config_command_parser,
+    ):
+        add(places)
+    assert top.parse_args(["env"]).func is commands.env_command
+    assert top.parse_args(["launch", "-m", "package", "--epochs", "3"]).training_script_args == ["--epochs", "3"]
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_configuration_is_written_and_read(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"config.{suffix}"
+    config = commands.ClusterConfig(num_processes=2, mixed_precision="bf16", fsdp_config={"fsdp_version": 2})
+    config.to_yaml_file(path)
+    assert commands.ClusterConfig.from_yaml_file(path) == config
+    path.write_text(json.dumps({**config.to_dict(), "nodes": 3}))
+    with pytest.raises(ValueError, match=r"keys that ClusterConfig does not have: \['nodes'\]"):
+        commands.ClusterConfig.from_json_file(path)
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rotates(5)  # importing deepspeed takes seconds
+def test_a_deepspeed_file_defines_the_optimizer_and_the_schedule(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    path, model = tmp_path / "ds.json", nn.Linear(1, 1)
+    adam = {"type": "Adam", "params": {"lr": "auto", "betas": [0.5, 0.9], "weight_decay": "auto", "torch_adam": True}}
+    warmup = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    rest = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+    path.write_text(json.dumps({"optimizer": adam, "scheduler": warmup, **rest}))
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=str(path))
+    assert plugin.options()["config"] == {"zero_optimization": {"stage": 2}}
+    optimizer = deepspeed.DummyOptim(model.parameters(), lr=0.25, weight_decay=0.5)
+    schedule = deepspeed.DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+    found = deepspeed.created((schedule, model, optimizer), plugin)
+    assert (type(found[2]), found[1]) == (torch.optim.AdamW, model)
+    assert [found[2].defaults[name] for name in ("lr", "weight_decay", "betas")] == [0.25, 0.5, (0.5, 0.9)]
+    assert (found[0].optimizer, found[0].total_num_steps, found[0].warmup_num_steps) == (found[2], 10, 2)
+    with pytest.raises(ValueError, match="defines the optimizer, and the script creates one too"):
+        deepspeed.created((torch.optim.SGD(model.parameters(), 0.1),), plugin)
+
+
+def test_a_schedule_may_come_from_a_function() -> None:
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config={"optimizer": {"type": "sgd", "params": {"lr": 0.5}}})
+    optimizer = deepspeed.DummyOptim(nn.Linear(1, 1).parameters())
+    schedule = deepspeed.DummyScheduler(
+        optimizer, lr_scheduler_callable=lambda own: torch.optim.lr_scheduler.StepLR(own, 3)
+    )
+    found = deepspeed.created((optimizer, schedule), plugin)
+    assert (type(found[0]), found[1].optimizer, found[1].step_size) == (torch.optim.SGD, found[0], 3)
+    with pytest.raises(ValueError, match="DummyOptim stands for the optimizer of a DeepSpeed configuration"):
+        Accelerator(cpu=True).prepare(optimizer)
+    with pytest.raises(ValueError, match="DummyScheduler stands for the schedule of a DeepSpeed configuration"):
+        deepspeed.created((deepspeed.DummyScheduler(found[0]),), plugin)
+
+
+def test_a_deepspeed_configuration_is_read_by_dotted_names() -> None:
+    config = deepspeed.HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}
+    )
+    assert (config.is_zero3(), config.is_zero2(), config.is_offload()) == (True, False, True)
+    assert (config.get_value("a.b"), config.get_value("c.d", 5), config.is_false("a.b")) == (False, 5, True)
+    assert config.is_true("zero_optimization.stage")
+    config.del_config_sub_tree("a.b")
+    assert config.config["a"] == {}
+    with pytest.raises(ValueError, match=r"has no 'x\.y'"):
+        config.del_config_sub_tree("x.y", must_exist=True)
+
+
+# ---- helpers of test suites ------------------------------------------------------------------------------------------
+
+
+def test_conditions_skip_tests() -> None:
+    @testing.require_cuda
+    class NeedsGPU(unittest.TestCase): ...
+
+    assert getattr(NeedsGPU, "__unittest_skip__", False) is not torch.cuda.is_available()
+    old = testing.require_torch_min_version(version="99")(type("Old", (unittest.TestCase,), {}))
+    assert old.__unittest_skip__
+    assert not hasattr(testing.require_fsdp2(type("New", (unittest.TestCase,), {})), "__unittest_skip__")
+
+
+def test_test_cases_reset_states_and_empty_their_folder() -> None:
+    class Case(testing.AccelerateTestCase):
+        def test_it(self) -> None:
+            PartialState(cpu=True)
+
+    assert Case("test_it").run().wasSuccessful()  # type: ignore[union-attr]
+    assert PartialState._shared_state == {}
+
+    class Folder(testing.TempDirTestCase):
+        def test_it(self) -> None:
+            assert list(self.tmpdir.iterdir()) == []
+            (self.tmpdir / "left").write_text("")
+
+    suite = unittest.TestSuite([Folder("test_it"), Folder("test_it")])
+    assert suite.run(unittest.TestResult()).wasSuccessful()
+    assert not Folder.tmpdir.exists()
+
+
+def test_output_and_errors_are_captured() -> None:
+    assert testing.capture_call_output(print, "a", "b") == "a b\n"
+    with testing.assert_exception(ValueError, "wrong"):
+        raise ValueError("all wrong")
+    for body in (lambda: None, lambda: int("x")):
+        with pytest.raises(AssertionError), testing.assert_exception(ValueError, "other"):
+            body()
+    assert testing.run_command(["echo", 3], return_stdout=True) == "3\n"
+    with pytest.raises(testing.SubprocessCallException, match="failed with status 1"):
+        testing.run_command(["false"])
+    assert testing.execute_subprocess_async(["echo", "a"]).stdout == ["a"]
+    assert testing.get_launch_command(num_processes=2, cpu=True)[4:6] == ["--num_processes=2", "--cpu"]
+    assert testing.are_the_same_tensors(torch.ones(2))
+
+
+def test_the_small_problem_can_be_learned() -> None:
+    data, model = testing.RegressionDataset(length=4, seed=1), testing.RegressionModel(2, 3)
+    assert abs(data[0]["y"] - model(torch.tensor(data[0]["x"])).item()) < 1
+    training, validation = testing.mocked_dataloaders(None, 2)
+    assert (len(training), len(validation), sorted(next(iter(training)))[-1]) == (4, 2, "labels")
+
+
+# ---- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_models_are_found() -> None:
+    blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+    model = nn.Sequential(nn.ReLU(), blocks)
+    assert details.get_module_class_from_name(model, "Linear") is nn.Linear
+    assert details.get_module_class_from_name(model, "Conv2d") is None
+    assert details.get_parameters_from_modules(r"1\.0", model, "cpu") == set(blocks[0].parameters())
+    assert details.get_parameters_from_modules([blocks], model, "cpu") == set(blocks.parameters())
+    assert (details.has_repeated_blocks(model), details.is_repeated_blocks(model)) == (True, False)
+    assert details.find_first_last_linear_layers(model) == ("1.0", "1.1")
+    assert [details.filter_linear_layers(one, "x", ["y"]) for one in (blocks[0], nn.Linear(8, 16))] == [True, False]
+    assert details.get_module_leaves({"": 3, "a": 2, "a.b": 1, "a.b.c": 1, "d": 1}) == ["a.b.c", "d"]
+    assert details.check_device_same(torch.device("cuda"), torch.device("cuda:0"))
+    assert not details.check_device_same(torch.device("cuda:1"), torch.device("cpu"))
+
+
+def test_small_values_and_decorators() -> None:
+    assert details.get_shape([torch.ones(2, 3), {"a": torch.ones(1)}]) == [[2, 3], {"a": [1]}]
+    shape, dtype = details.gather_tensor_shape(torch.ones(2, 3))
+    assert (shape.tolist(), details.TENSOR_INT_TO_DTYPE[dtype.item()]) == ([2, 3], torch.float32)
+    assert details.get_cpu_distributed_information() == details.CPUInformation(0, 1, 0, 1)
+
+    def wrong(tensor: Any) -> None:
+        raise details.DistributedOperationException("shapes")
+
+    with pytest.raises(details.DistributedOperationException, match="Error in wrong: shapes"):
+        details.chained_operation(details.verify_operation(wrong))(torch.ones(1))
+    holder: Any = type("Holder", (), {})()
+    assert details.patch_optimizer_step(holder, int)("3") == 3
+    assert holder._accelerate_step_called
+    assert 0 < details.get_free_port() < 65536

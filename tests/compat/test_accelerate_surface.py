@@ -1,0 +1,97 @@
+"""Every public name of Accelerate is answered, and ``docs/accelerate_names.md`` says with what.
+
+PYTHONPATH=.. python tests/compat/test_accelerate_surface.py    # in the repository's root; writes the page anew
+
+``write_surface.py`` writes down the names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.compat.accelerate import names
+from paceline.compat.accelerate.surface import SURFACE
+from paceline.compat.finder import UNKNOWN, Finder
+
+PAGE = Path(paceline.__file__).parent / "docs" / "accelerate_names.md"
+HEAD = f"""# Names of Accelerate
+
+Every public name of Accelerate {names.VERSION}, and what a program gets that imports it under [the
+stand-in](from_accelerate.md). A name that Paceline does not have can be imported too, for `isinstance` and to inherit
+from; calling it is an error that says what this table says.
+
+| name | in `accelerate...` | Paceline |
+|---|---|---|
+"""
+
+
+def homes() -> dict[str, str]:
+    """Each public name, and the shortest module that has it."""
+    found: dict[str, str] = {}
+    for module, text in sorted(SURFACE.items(), key=lambda item: (item[0].count("."), item[0])):
+        for name in text.split():
+            if f"{module}.{name}" not in SURFACE:
+                found.setdefault(name, module)
+    return found
+
+
+def answer(module: str, name: str) -> str:
+    """What Paceline has for a name, for a table."""
+    target = names.PACKAGE.modules[module].get(name)
+    if target is not None:
+        return f"`paceline.{target.module}.{target.name}`"
+    if name in names.UNSUPPORTED:
+        return f"not here: {names.UNSUPPORTED[name]}"
+    return "the same value" if name in names.CONSTANTS else "answers for this machine"
+
+
+def page() -> str:
+    """The whole page."""
+    rows = sorted(homes().items(), key=lambda item: (item[0].lower(), item[0]))
+    return HEAD + "".join(
+        f"| `{name}` | `{module.removeprefix('accelerate').removeprefix('.')}` | {answer(module, name)} |\n"
+        for name, module in rows
+    )
+
+
+def value_of(module: str, name: str) -> Any:
+    """What a program that imports a name from a module gets."""
+    target = names.PACKAGE.modules[module].get(name)
+    if target is not None:
+        return target.value()
+    constants = names.PACKAGE.constants[module]
+    return constants[name] if name in constants else names.fallback(name)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), __doc__
+
+
+def test_every_public_name_of_every_module_is_there_or_says_what_to_use() -> None:
+    missing = [
+        f"{module}.{name}"
+        for module, text in SURFACE.items()
+        for name in text.split()
+        if f"{module}.{name}" not in SURFACE and value_of(module, name) is UNKNOWN
+    ]
+    assert missing == []
+
+
+def test_what_is_left_out_raises_one_sentence() -> None:
+    known = {name for text in SURFACE.values() for name in text.split()}
+    for name in names.UNSUPPORTED.keys() & known:
+        with pytest.raises(NotImplementedError, match=rf"^{name} is not available: [^\n]+\.$"):
+            names.fallback(name)()
+
+
+def test_every_module_can_be_imported() -> None:
+    finder = Finder(names.PACKAGE)
+    assert [module for module in SURFACE if finder.find_spec(module) is None] == []
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
