@@ -77,7 +77,7 @@ class Client:
     environment: str = ""
     tests: list[str] = field(default_factory=lambda: ["tests"])
     options: list[str] = field(default_factory=list)
-    timeout: int = 60
+    timeout: int = 180
     limit: int = 1200
     prepare: str = ""
     tolerance: float = 0.0
@@ -235,7 +235,7 @@ def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     excluded = [option for test in client.excluded for option in ("--deselect", test)]
     pytest = ["-m", "pytest", *client.tests, *client.options, *excluded, "-p", "no:cacheprovider", "--tb=short", "-q"]
-    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}", f"--rootdir={copy}", "-o", "junit_family=xunit1"]
     replace = ["-m", "paceline.compat", client.stand_in] if stand_in else []
     start = time.monotonic()
     with (client.folder / f"{label}.log").open("w") as log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -38,7 +39,14 @@ def _in_processes(scenario: Scenario, count: int, folder: Path) -> list[float]:
         if not (pid := os.fork()):
             os._exit(_rank(scenario, rank, count, port, folder))
         ranks.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    statuses = []
+    try:
+        while len(statuses) < count:
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(ranks[len(statuses)], 0)[1]))
+    finally:  # the test ran out of time
+        for pid in ranks[len(statuses) :]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     errors = [error.read_text() for error in sorted(folder.glob("error.*"))]
     assert not any(statuses), errors[0].splitlines()[-1] + "\n\n" + "\n".join(errors) if errors else statuses
     return json.loads((folder / "losses.json").read_text())
