@@ -3,7 +3,7 @@
 #   make test    lint, types and tests in an environment of its own (.venv)
 #   make test-all        the same with every cell of the large matrices; make test takes a share that changes by commit
 #   make tests-shuffled  the tests in random order; SEED=7 picks one
-#   make clients  the own tests of libraries built on Lightning, with it and with Paceline; about half an hour
+#   make clients  libraries built on Lightning and Accelerate, tested with these and with Paceline; about an hour
 #   make loggers  the loggers of services with their packages, offline; about three minutes
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
@@ -40,7 +40,7 @@ tests: .venv/installed
 faults: .venv/installed
 	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
 
-# Each library has an environment of its own, in .clients; CLIENTS="--only litgpt --keep" picks one and keeps it.
+# The environments are in .clients; CLIENTS="--only litgpt --keep" picks one library and keeps its environment.
 clients:
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) clients/run.py $(CLIENTS)
