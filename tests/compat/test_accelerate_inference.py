@@ -13,6 +13,11 @@ from paceline import PartialState
 from paceline.compat.accelerate.inference import prepare_pippy
 
 
+@pytest.fixture(autouse=True)
+def no_state() -> None:
+    PartialState._reset_state()
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -38,7 +43,6 @@ def test_the_last_process_has_the_outputs_of_a_model_in_parts() -> None:
 
 
 def test_one_process_keeps_the_model() -> None:
-    PartialState._reset_state()
     model = network()
     assert prepare_pippy(model, example_args=(torch.randn(2, 4),)) is model
     assert "forward" not in vars(model)
