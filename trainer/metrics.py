@@ -102,6 +102,8 @@ class MetricStore:
                 for f in Options._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
+            if not changed:  # compiled by torch 2.11, a named tuple differs from every tuple
+                return known
             hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
                 f"self.log({name!r}) was called in {hooks} with different arguments ({changed}), so it is not clear "

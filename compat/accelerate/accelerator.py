@@ -49,6 +49,8 @@ class Accelerator(accelerator.Accelerator):
         self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
+        # Kept, because programs reset the state of an Accelerator that they go on using.
+        self._deepspeed_plugin = self.state.deepspeed_plugin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -56,8 +58,8 @@ class Accelerator(accelerator.Accelerator):
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
-        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self.state.deepspeed_plugin:
-            objects = tuple(created(objects, self.state.deepspeed_plugin))
+        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed_plugin:
+            objects = tuple(created(objects, self._deepspeed_plugin))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
         self._tell_schedules()

@@ -163,7 +163,7 @@ class Plan:
         result = call.finish(index, output)
         if is_fake(result) or any(map(is_fake, micro.leaves(output))):
             raise self._lacks_values(stage)
-        return result
+        return result.float()  # the dtype that the stage promises; torch 2.11 checks it
 
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
