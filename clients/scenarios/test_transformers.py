@@ -78,7 +78,9 @@ def test_evaluation_and_prediction(record_losses: Callable[..., None], processes
     record_losses(evaluate, processes)
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, EVALUATION], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"gradient_accumulation_steps": 2}, EVALUATION], ids=["steps", "windows", "evaluation"]
+)
 def test_sharded_training(record_losses: Callable[..., None], more: dict[str, Any]) -> None:
     def train(folder: Path) -> list[float]:
         run, losses = trainer(folder, **SHARDED, **more)
