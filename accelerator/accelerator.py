@@ -93,7 +93,7 @@ class Accelerator(Facts):
         deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
+        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging RNG states.
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -262,7 +262,7 @@ class Accelerator(Facts):
         return found[0] if len(found) == 1 else tuple(found)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context manager that creates layers on the run's device and in its dtype.
+        """Context manager in which new layers are created on the run's device and in its dtype.
 
         Under a sharding strategy, ``load_checkpoint_in_model`` inside this context defers reading weights to
         ``prepare``, where each process reads only its shard.

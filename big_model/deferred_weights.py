@@ -180,7 +180,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters, or only this process's shards of them, from their files, one by one."""
+        """Read the values of the deferred parameters, or of this process's shards, from their files one at a time."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():

@@ -60,7 +60,7 @@ class _OffloadedTensor:
         return _Fetched(made, version)
 
     def enter(self, fetched: _Fetched) -> None:
-        """Set the tensor to the fetched values, or to its current values if it was changed after the fetch."""
+        """Point the tensor at the fetched values. If it was changed after the fetch, fetch it again first."""
         if not _same_memory(self.tensor.data, self.home):
             self._store_current(Pages())
             fetched = self.fetch()

@@ -522,8 +522,8 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint: save_top_k={save_top_k!r} must be the number of files to keep: "
-            "a whole number, -1 to keep all, or 0 to keep none."
+            f"ModelCheckpoint: save_top_k={save_top_k!r} is the number of files to keep and must be a non-negative "
+            "integer, or -1 to keep all files."
         )
     if monitor is None and save_top_k > 1:
         raise ValueError(

@@ -88,8 +88,8 @@ class EarlyStopping(Callback):
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping: patience={patience!r} must be a whole number, 0 or more: how many checks without "
-                "improvement to allow."
+                f"EarlyStopping: patience={patience!r} is the number of checks without improvement to allow and must "
+                "be a non-negative integer."
             )
         self.monitor = monitor
         self.min_delta = min_delta

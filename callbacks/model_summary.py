@@ -372,7 +372,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Context manager that puts a module in eval mode and restores its modes and the random states afterwards."""
+    """Context manager that puts a module in eval mode and restores its modes and the RNG states afterwards."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module must not be compiled for the example's shapes.

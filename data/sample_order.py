@@ -290,8 +290,8 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     Args:
         loader: a loader for which :func:`can_jump` is True; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: number that, combined with each batch's index, seeds the random states of workers that load by index; None
-            leaves the random states unchanged.
+        seed: number that, combined with each batch's index, seeds the RNG states of workers that load by index; None
+            leaves the RNG states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)
@@ -313,7 +313,7 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Advance a loader's generators as a full pass over the data would, without loading anything.
+    """Advance a loader's random number generators as one pass over the data would, without loading anything.
 
     Args:
         loader: a loader for which :func:`can_jump` is True.

@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
         """Return the moment with the highest memory use.
 
         Args:
-            counts: returns True for each phase to include.
+            counts: function that returns True for each phase to include.
             constant: bytes that are in use all the time, by kind; they replace the recorded bytes of these kinds.
         """
         constant = constant or {}

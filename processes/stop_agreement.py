@@ -75,7 +75,10 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """Answer if a rank has asked to stop. The listening thread calls this regularly."""
+        """If a rank has asked to stop, reply with the first boundary at which this rank can stop.
+
+        The listening thread calls this regularly.
+        """
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)

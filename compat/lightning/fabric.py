@@ -232,7 +232,7 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Set up loaders, so that each process gets its part of the data, on its device.
+        """Set up loaders, so that each process gets its shard of the data on its device.
 
         Args:
             *dataloaders: the loaders.
