@@ -351,7 +351,7 @@ def fake_store() -> Any:
 
 
 def time_every_step(wrapped: Any) -> None:
-    """Make a ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
+    """Make ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 

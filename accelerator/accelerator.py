@@ -377,7 +377,7 @@ class Accelerator(Facts):
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Context manager that runs operations in the chosen precision, as a prepared model's forward pass does.
+        """Context manager inside which operations run in the chosen precision, as in a prepared model's forward pass.
 
         Args:
             autocast_handler: ``AutocastKwargs`` for this block, for example to turn off autocast.
@@ -543,7 +543,7 @@ class Accelerator(Facts):
         return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
-        """Context manager that allows processes to have different numbers of batches."""
+        """Context manager inside which processes may have different numbers of batches."""
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

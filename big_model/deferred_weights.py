@@ -1,7 +1,7 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
 If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
-device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
+device then only attaches a note with the path of its file; names and shapes are checked immediately. After
 the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 

@@ -92,7 +92,7 @@ class Materializer:
 
     @contextmanager
     def _values_hidden(self, module: nn.Module) -> Iterator[None]:
-        """Context manager that hides tensors with values behind empty ones, so that initializers cannot change them."""
+        """Context manager that temporarily replaces initialized tensors, so that initializers cannot change them."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
             for held in (own_parameters(owner), own_buffers(owner)):

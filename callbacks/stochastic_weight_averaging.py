@@ -276,8 +276,8 @@ def _check_start(owner: str, start: Any) -> None:
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(
-            f"{owner}: swa_epoch_start={start} is out of range. Pass the first epoch as an integer of at least 1, or a "
-            "fraction of max_epochs as a float from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start} is out of range. Pass the first epoch as an integer of at least 1, or "
+            "as a fraction of max_epochs (a float from 0.0 to 1.0)."
         )
 
 

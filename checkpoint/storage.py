@@ -298,7 +298,7 @@ def remove_all(files: Iterable[Remote]) -> None:
 
 @contextmanager
 def local_copy(where: Location) -> Iterator[Path]:
-    """Context manager that yields ``where`` itself if it is local, else a download that is deleted at the end."""
+    """Context manager that yields ``where`` if it is local, else a downloaded copy that is deleted on exit."""
     if isinstance(where, Path):
         yield where
         return

@@ -252,7 +252,7 @@ def _is_asked_for_its_end(loader: Any) -> bool:
 
 
 def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches that a loader yields past its length. An error at the first of them counts as the end."""
+    """Yield the batches that a loader yields past its length. If reading the first one fails, yield nothing."""
     try:
         batch = next(iterator, _REACHED)
     except Exception:

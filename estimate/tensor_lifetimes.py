@@ -113,7 +113,7 @@ class Ledger(TorchDispatchMode):
             self._kinds.setdefault(self._see(tensor), kind)
 
     def claim_living(self, born: str, kind: str) -> None:
-        """Set the kind of each living tensor that was created in a phase and does not have a kind yet."""
+        """Set the kind of each live tensor that was created in a phase and does not have a kind yet."""
         for number, _ in self._living.values():
             if self._born[number] == born:
                 self._kinds.setdefault(number, kind)

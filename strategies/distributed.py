@@ -155,7 +155,7 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes, one each, and the number of machines. Call this first."""
+        """Set the device of each process on this machine, and the number of machines. Call this first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"

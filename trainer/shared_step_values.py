@@ -48,7 +48,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """From now on, share the record's values at this point, if the user requested that."""
+        """Share a record's values at this point from now on, if the user requested ``sync_dist``."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:

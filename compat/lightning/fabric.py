@@ -323,7 +323,7 @@ class Fabric:
         return self.accelerator_of_loop.no_sync(original(module)) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context manager that runs operations in the chosen precision, as a module's forward does."""
+        """Context manager inside which operations run in the chosen precision, as in a module's forward pass."""
         return self.accelerator_of_loop.autocast()
 
     def to_device(self, obj: Any) -> Any:
