@@ -85,7 +85,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """The subfolder of the version's folder that contains the files; None if it is not used."""
+        """The subfolder of the version's folder that contains the event files; None if there is no subfolder."""
         return self._sub_dir or None
 
     @property

@@ -48,7 +48,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """Return the startup message about the processes; empty if there is only one, or if it was already printed."""
+        """Return the startup message about the processes; empty for a single process, or if it was already printed."""
         return ""
 
     @property
