@@ -324,10 +324,10 @@ current_function_mode: Callable[[], Any] = overrides._get_current_function_mode
 #: Context manager in which tensors have shapes but no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
-#: The class of tensors without values.
+#: The class of fake tensors, which have no values.
 FakeTensor = fake_tensor.FakeTensor
 
-#: The error raised when a program reads a value from a tensor without values.
+#: The error raised when a program reads a value from a fake tensor.
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
@@ -354,7 +354,7 @@ def fake_store() -> Any:
 
 
 def time_every_step(wrapped: Any) -> None:
-    """Make a ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
+    """Make ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 

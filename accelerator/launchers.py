@@ -67,7 +67,7 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it only knows about one process. "
+            "An Accelerator was created before notebook_launcher was called, so it works only on one process. "
             "Create another one inside the launched function, and don't use anything there that the first one prepared."
         )
     return _start(function, args, count, kind, variables, place)

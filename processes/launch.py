@@ -177,7 +177,7 @@ def start(
 
 @contextmanager
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
-    """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
+    """Context manager that reports a signal that stops the processes while they are starting, before any training.
 
     A process is starting until it has joined the process group. This also covers a signal that stops this process
     before it has started the others. Signals keep their usual effect.

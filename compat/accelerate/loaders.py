@@ -30,7 +30,7 @@ class DataLoaderShard(PreparedLoader):
     handed out. Iterable datasets are read by process 0.
 
     Args:
-        rng_types: random states that all processes take from process 0 when a pass begins; see
+        rng_types: RNG states that all processes take from process 0 when a pass begins; see
             ``synchronize_rng_states``.
     """
 
