@@ -13,12 +13,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
         "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
-        "running code. Without --trust a file that names code is refused, with a list of that code."
+        "running code. Without --trust, a file that references code is refused, with a list of that code."
     )
     parser.add_argument("file", help="a file written by torch.save, such as a .ckpt of Lightning")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
-        "--trust", action="store_true", help="load objects too, which runs the code that the file names"
+        "--trust", action="store_true", help="load objects too, which runs the code that the file references"
     )
 
 
@@ -46,7 +46,7 @@ def _load(file: str, trusted: bool) -> Any:
         contents = single_file.load(file, trusted=trusted)
     except (AttributeError, ImportError) as error:
         raise RuntimeError(
-            f"{file!r} names code that cannot be imported here: {error}. Install its package, or run this command "
+            f"{file!r} references code that cannot be imported: {error}. Install its package, or run this command "
             "where the program's modules can be imported: PYTHONPATH=FOLDER paceline checkpoint convert ..."
         ) from error
     return open_section(contents, file) if trusted and isinstance(contents, dict) else contents

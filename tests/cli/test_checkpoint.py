@@ -362,4 +362,4 @@ def test_code_that_cannot_be_imported_is_named(tmp_path: Path, capsys: pytest.Ca
         for name in raw.namelist():
             changed.writestr(name, raw.read(name).replace(b"\nConfig\n", b"\nGonfig\n"))
     told = said(capsys, "convert", tmp_path / "y.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
-    assert re.search(r"names code that cannot be imported here: .*Gonfig.*PYTHONPATH=FOLDER", told)
+    assert re.search(r"references code that cannot be imported: .*Gonfig.*PYTHONPATH=FOLDER", told)
