@@ -265,6 +265,7 @@ PACKAGE = Package(
     name="lightning",
     version=VERSION,
     modules=_table(),
+    everywhere=TARGETS,
     constants=CONSTANTS,
     aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
     distributions=("lightning", "pytorch-lightning", "lightning-fabric"),

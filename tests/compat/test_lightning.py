@@ -37,6 +37,14 @@ assert L.Trainer is pl.Trainer is paceline.Trainer and pl.LightningModule is pac
 for module, targets in names.PACKAGE.modules.items():
     for name in targets:
         getattr(importlib.import_module(module), name)
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment  # that it has from another module
+from lightning.pytorch.trainer.trainer import LightningModule, seed_everything
+from unittest import mock
+from paceline.loggers import base
+assert Logger is base.Logger and rank_zero_experiment is base.rank_zero_experiment
+with mock.patch("lightning.pytorch.loggers.csv_logs.rank_zero_experiment", 1):
+    assert base.rank_zero_experiment == 1
+assert base.rank_zero_experiment is rank_zero_experiment
 for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightning_fabric"):
     assert importlib.metadata.version(package) == names.VERSION == pl.__version__
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
