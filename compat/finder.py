@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import messages
+from . import type_names
 
 _PACKAGE = __name__.partition(".")[0]
 UNKNOWN: Any = object()
@@ -109,6 +110,7 @@ class Alias(ModuleType):
             return importlib.import_module(inner)
         if (target := self._target(name)) is not None:
             value = target.value()
+            type_names.add(value)
         elif name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         elif (value := package.fallback(name)) is UNKNOWN:

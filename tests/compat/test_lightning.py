@@ -45,6 +45,15 @@ assert Logger is base.Logger and rank_zero_experiment is base.rank_zero_experime
 with mock.patch("lightning.pytorch.loggers.csv_logs.rank_zero_experiment", 1):
     assert base.rank_zero_experiment == 1
 assert base.rank_zero_experiment is rank_zero_experiment
+import inspect, typing
+methods = [
+    method
+    for one in (L.LightningModule, L.LightningDataModule, L.Callback, pl.tuner.Tuner, pl.strategies.FSDPStrategy)
+    for name, method in inspect.getmembers(one, inspect.isroutine)
+    if name[0] != "_" and method.__module__.startswith("paceline")
+]
+assert len(methods) > 100 and all(isinstance(typing.get_type_hints(method), dict) for method in methods)
+assert typing.get_type_hints(L.Callback.on_fit_start)["trainer"] is L.Trainer
 for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightning_fabric"):
     assert importlib.metadata.version(package) == names.VERSION == pl.__version__
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
