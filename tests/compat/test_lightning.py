@@ -291,6 +291,28 @@ assert FSDPStrategy(device_mesh=(1, 4)).sizes == (1, 4)
 assert "device_mesh" in typing.get_type_hints(FSDPStrategy.__init__)
 assert not isinstance(inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation, str)
 says(lambda: fsdp.save_checkpoint({}, "b.ckpt", storage_options=1), TypeError, "storage_options")
+
+# helpers
+import random
+from lightning.fabric.utilities.apply_func import convert_to_tensors
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities import LightningEnum, is_shared_filesystem
+
+drawn = []
+for worker in (0, 0, 1):
+    torch.manual_seed(5 + worker)  # as torch seeds workers
+    pl_worker_init_function(worker)
+    drawn.append((random.random(), torch.rand(1).item()))
+assert drawn[0] == drawn[1] != drawn[2], drawn
+made = convert_to_tensors({"a": [True, 2], "b": (0.5, "x", torch.ones(1).numpy())}, "cpu")
+assert [one.dtype for one in made["a"]] == [torch.uint8, torch.int] and made["b"][1] == "x"
+assert made["b"][0].dtype is torch.float and isinstance(made["b"][2], torch.Tensor)
+Word = LightningEnum("Word", {"one": "first", "two": "second"})
+assert Word.one == "FIRST" and Word.from_str("Two") is Word.two and Word.try_from_str("x") is None
+assert Word.from_str("First", source="value") is Word.one and len({Word.one, Word.one}) == 1
+assert is_shared_filesystem(trainer.strategy)
+assert Tqdm(total=4, disable=True).total == 4
 assert "ddp_spawn" in StrategyRegistry
 """
 
