@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import IO, Any, Literal, TypeVar
 
@@ -304,7 +305,7 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
     if getattr(strategy, "world_size", 1) == 1 or (path is not None and not is_local(path)):
         return True
     folder = os.path.realpath(os.curdir if path is None else path)
-    of_all = strategy.reduce_boolean_decision
+    of_all = partial(strategy.agree, all=True)
     if not of_all(strategy.broadcast(folder) == folder):
         return False
     if not of_all(os.path.exists(folder)):
