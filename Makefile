@@ -3,8 +3,9 @@
 #   make test    lint, types and tests in an environment of its own (.venv)
 #   make test-all        the same with every cell of the large matrices; make test takes a share that changes by commit
 #   make tests-shuffled  the tests in random order; SEED=7 picks one
-#   make clients  the own tests of libraries built on Lightning, with it and with Paceline; about half an hour
+#   make clients  libraries built on Lightning and Accelerate, tested with these and with Paceline; about an hour
 #   make loggers  the loggers of services with their packages, offline; about three minutes
+#   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers torches format demo clean
 
 test: lint types tests
 
@@ -39,7 +40,7 @@ tests: .venv/installed
 faults: .venv/installed
 	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
 
-# Each library has an environment of its own, in .clients; CLIENTS="--only litgpt --keep" picks one and keeps it.
+# The environments are in .clients; CLIENTS="--only litgpt --keep" picks one library and keeps its environment.
 clients:
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) clients/run.py $(CLIENTS)
@@ -47,6 +48,10 @@ clients:
 # Each service has an environment of its own, in .loggers, on top of .venv; LOGGERS="--only aim" picks one.
 loggers: .venv/installed
 	$(BIN)/python clients/loggers/run.py $(LOGGERS)
+
+# Each torch has an environment of its own, in .torches, on top of .venv; TORCHES="--only 2.12.1" picks one.
+torches: .venv/installed
+	$(BIN)/python clients/torches/run.py $(TORCHES)
 
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
@@ -81,4 +86,4 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients .loggers build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients .loggers .torches build dist *.egg-info .pytest_cache .ruff_cache runs

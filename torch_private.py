@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # ---- versions --------------------------------------------------------------------------------------------------------
 
-#: The newest version of torch, major and minor, with which all tests were run.
+#: The newest version of torch, major and minor, with which the tests were run.
 NEWEST_TRIED = (2, 15)
 
 #: All private names that this file uses, by the module or the object of torch that has them. Each name is a pattern.
@@ -61,8 +61,9 @@ USED = {
     "distributed.device_mesh": "_flatten",
     "nn.parallel.distributed": "_set_ddp_runtime_logging_sample_rate _get_ddp_logging_data",
     "distributed.tensor._api": "_local_tensor _spec _op_dispatcher",
+    "distributed.tensor._collective_utils": "MeshTopoInfo",
     "distributed.tensor._utils": "compute_local_shape_and_global_offset",
-    "distributed.tensor._redistribute": "logger",
+    "distributed.tensor._redistribute": "logger clear_redistribute_planner_cache",
     "distributed._composable.contract": "__composable_api_state_key",
     "distributed.fsdp._fully_shard._fully_shard": "_get_fsdp_state _is_fsdp_managed_module _fsdp_use_orig_params",
     "distributed.fsdp._fully_shard._fsdp_state": "_state_ctx _root_post_backward_final_callback "
@@ -80,6 +81,8 @@ USED = {
     "optim.lr_scheduler": "_opt_called _wrapped_by_lr_sched _schedulers _last_lr",
     "amp.grad_scaler": "_scale _per_optimizer_states _unscale_grads_",
     "serialization": "_get_layout",
+    "_utils": r"_rebuild_\w+",
+    "_tensor": "_rebuild_from_type_v2",
     "distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "utils.tensorboard.writer": "_get_file_writer",
 }
@@ -321,10 +324,10 @@ current_function_mode: Callable[[], Any] = overrides._get_current_function_mode
 #: Context manager in which tensors have shapes but no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
-#: The class of tensors without values.
+#: The class of fake tensors, which have no values.
 FakeTensor = fake_tensor.FakeTensor
 
-#: The error raised when a program reads a value from a tensor without values.
+#: The error raised when a program reads a value from a fake tensor.
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 
 
@@ -351,7 +354,7 @@ def fake_store() -> Any:
 
 
 def time_every_step(wrapped: Any) -> None:
-    """Make a ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
+    """Make ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 
@@ -397,7 +400,7 @@ def local_shape_and_offset(like: DTensor) -> tuple[Sequence[int], Sequence[int]]
 
 
 def forget_layouts() -> None:
-    """Clear torch's caches of DTensor operators' output layouts, because the caches refer to process groups.
+    """Clear torch's caches of DTensors' layouts, because the caches keep meshes and their process groups alive.
 
     If torch removes the Python caches, this raises AttributeError. If it removes only the cache in C++, only the
     Python caches are cleared.
@@ -405,8 +408,11 @@ def forget_layouts() -> None:
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
         return
-    propagator = tensors.DTensor._op_dispatcher.sharding_propagator
-    caches = [getattr(getattr(propagator, name), "cache_clear", None) for name in dir(propagator)]
+    from torch.distributed.tensor import _collective_utils, _redistribute
+
+    owners = tensors.DTensor._op_dispatcher.sharding_propagator, _redistribute, _collective_utils.MeshTopoInfo
+    parts = [getattr(owner, name) for owner in owners for name in dir(owner)]
+    caches = [*(getattr(part, "cache_clear", None) for part in parts), _redistribute.clear_redistribute_planner_cache]
     for clear in (*caches, getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)):
         if callable(clear):
             clear()

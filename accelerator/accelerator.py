@@ -93,7 +93,7 @@ class Accelerator(Facts):
         deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging random states.
+        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging RNG states.
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -262,7 +262,7 @@ class Accelerator(Facts):
         return found[0] if len(found) == 1 else tuple(found)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context manager that creates layers on the run's device and in its dtype.
+        """Context manager in which new layers are created on the run's device and in its dtype.
 
         Under a sharding strategy, ``load_checkpoint_in_model`` inside this context defers reading weights to
         ``prepare``, where each process reads only its shard.
@@ -377,7 +377,7 @@ class Accelerator(Facts):
         self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Context manager that runs operations in the chosen precision, as a prepared model's forward pass does.
+        """Context manager inside which operations run in the chosen precision, as in a prepared model's forward pass.
 
         Args:
             autocast_handler: ``AutocastKwargs`` for this block, for example to turn off autocast.
@@ -543,7 +543,7 @@ class Accelerator(Facts):
         return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
-        """Context manager that allows processes to have different numbers of batches."""
+        """Context manager inside which processes may have different numbers of batches."""
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -51,9 +51,9 @@ class Errors:
         )
 
     def explain_uncaught(self) -> None:
-        """Also explain uncaught errors.
+        """Install an exception hook that explains uncaught errors.
 
-        In full precision on one process, the model's forward is not wrapped, so no other hook can explain its errors.
+        In full precision on one process, the model's forward is not wrapped, so nothing else can explain its errors.
         """
         before: Any = sys.excepthook
         if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:

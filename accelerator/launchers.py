@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .. import messages
 from ..processes import launch
 from ..processes.devices import find_kind
+from ..processes.torch_elastic import Place
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
 from .process_state import FORKED, forgotten, is_initialized
@@ -25,6 +26,9 @@ def notebook_launcher(
     num_processes: int | None = None,
     mixed_precision: MixedName | None = None,
     use_port: int | str | None = None,
+    master_addr: str | None = None,
+    node_rank: int = 0,
+    num_nodes: int = 1,
     **more: Any,
 ) -> Any:
     """Call ``function(*args)`` in several processes from a notebook cell and return rank 0's result.
@@ -36,11 +40,15 @@ def notebook_launcher(
     Args:
         function: the function to call in each process.
         args: arguments for the function.
-        num_processes: number of processes; None starts one per GPU, or a single process if there is no GPU.
+        num_processes: number of processes on this machine; None starts one per GPU, or a single process if there is no
+            GPU.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own.
-        use_port: port for the rendezvous; None chooses a free port.
+        use_port: port for the rendezvous; None chooses a free port on a single machine, and 29500 on several.
+        master_addr: address of machine 0, if there are several.
+        node_rank: index of this machine, 0-based.
+        num_nodes: number of machines. A notebook on each of them calls this function; only machine 0 gets a result.
         **more: other arguments of Accelerate's launcher, accepted only with values that have no effect, such as
-            ``num_nodes=1``.
+            ``max_restarts=0``.
 
     Raises:
         RuntimeError: a process failed (the message includes the first traceback), or CUDA is already in use.
@@ -49,16 +57,20 @@ def notebook_launcher(
     variables = {"PACELINE_MIXED_PRECISION": _precision(mixed_precision), FORKED: "1"}
     kind = "cpu" if resolve()["cpu"] else find_kind("auto")
     count = num_processes or (torch.cuda.device_count() if kind == "cuda" else 1)
-    if count == 1:
+    if num_nodes == 1:
+        place = Place(port=int(use_port or 0))
+    else:
+        place = launch.find_place(num_nodes, node_rank, master_addr, int(use_port or 29500), _PLACE_NAMES, _LINE)
+    if count == num_nodes == 1:
         with environment({**variables, FORKED: None}):
             return function(*args)
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it only knows about one process. "
+            "An Accelerator was created before notebook_launcher was called, so it works only on one process. "
             "Create another one inside the launched function, and don't use anything there that the first one prepared."
         )
-    return _start(function, args, count, kind, variables, int(use_port or 0))
+    return _start(function, args, count, kind, variables, place)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
@@ -72,7 +84,7 @@ def _start(
     count: int,
     kind: str,
     variables: Mapping[str, str | None],
-    port: int = 0,
+    place: Place | None = None,
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
@@ -83,7 +95,7 @@ def _start(
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with environment(variables), forgotten():  # the new processes have different ranks
-        return launch.start(function, tuple(args), count, method, kind, port=port)
+        return launch.start(function, tuple(args), count, method, kind, place=place)
 
 
 @contextmanager
@@ -116,11 +128,10 @@ def _refuse_used(kind: str, count: int) -> None:
         )
 
 
+_PLACE_NAMES = ("master_addr", "use_port", "node_rank")
+_LINE = "notebook_launcher(..., num_nodes=..., master_addr={address!r}, use_port={port}, node_rank={node})"
 #: Arguments of Accelerate's launcher, each with the values that have no effect.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "master_addr": ("127.0.0.1", "localhost", None),
-    "node_rank": (0,),
-    "num_nodes": (1,),
     "rdzv_backend": ("static", "", None),
     "rdzv_endpoint": ("", None),
     "rdzv_conf": (None, {}),
@@ -137,7 +148,7 @@ def _refuse_more(more: Mapping[str, Any]) -> None:
             raise TypeError(f"notebook_launcher() got an unexpected argument {name!r}.")
         if value not in _IDLE[name]:
             raise NotImplementedError(
-                f"notebook_launcher: {name}={value!r} is not supported, because a notebook can start processes only "
-                "once, on its own machine. Put the code in a file and start it with `paceline launch`, which accepts "
-                "such options."
+                f"notebook_launcher: {name}={value!r} is not supported, because a notebook starts its processes only "
+                "once, and they meet at master_addr. Put the code in a file and start it with `paceline launch`, which "
+                "accepts such options."
             )

@@ -1,4 +1,4 @@
-"""Prepared loaders, which yield this process's part of a DataLoader on its device and can save their position."""
+"""Prepared loaders, which yield this process's shard of the data on its device and can save their position."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._divide()
 
-    # ---- this process's part of the data ---------------------------------------------------------------------------
+    # ---- this process's shard of the data --------------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Create this process's part of the loader. Every process must call this."""
+        """Shard the loader for this process. Every process must call this."""
         source = _part(self.base, self.strategy, self.config, self._even)
         dispatched = isinstance(source, Dispatched)
         vars(self).update(_source=source, _order=self.base if dispatched else source)
@@ -314,7 +314,7 @@ class PreparedLoader(DataLoader[Any]):
         return max(rows - self._repeated(), 0) if last else rows
 
     def _repeated(self) -> int:
-        """Return how many samples the user's DistributedSampler repeats at the end of this process's part."""
+        """Return how many samples the user's DistributedSampler repeats at the end of this process's shard."""
         sampler: Any = next((s for s in samplers_of(self.base) if isinstance(s, DistributedSampler)), None)
         if sampler is None or sampler.drop_last:
             return 0
@@ -429,7 +429,7 @@ class PreparedLoader(DataLoader[Any]):
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
     def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
-        """Resume a saved pass with the saved random states."""
+        """Resume a saved pass with the saved RNG states."""
         present, epoch, start = host_random_states(), position["epoch"], position["batches"]
         batches = self._batches(epoch, start, position)
         set_random_states(position["random_at_start"])
@@ -463,7 +463,7 @@ def prepare_data_loader(
     device_placement: bool = True,
     kind: Callable[..., PreparedLoader] = PreparedLoader,
 ) -> PreparedLoader:
-    """Return a loader that yields this process's part of ``loader`` on its device. Every process must call this.
+    """Return a loader that yields this process's shard of the data on its device. Every process must call this.
 
     A loader that is already prepared for this strategy is returned unchanged; one prepared for another strategy is
     prepared again.
@@ -507,7 +507,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even: bool) -> Any:
-    """Return this process's part of a loader."""
+    """Return a loader that yields this process's shard of the data."""
     world = strategy.num_data_ranks
     if world == 1:
         return loader

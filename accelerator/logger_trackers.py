@@ -68,7 +68,7 @@ class OpenedTracker(LoggerTracker):
 
 
 class WandBTracker(OpenedTracker):
-    """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; ``project_name`` names the wandb project.
+    """``"wandb"``: :class:`~paceline.loggers.WandbLogger`; ``project_name`` is the name of the wandb project.
 
     The run is also available as ``wandb.run``.
     """
@@ -90,7 +90,7 @@ class WandBTracker(OpenedTracker):
 
 
 class MLflowTracker(OpenedTracker):
-    """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; ``project_name`` names the MLflow experiment.
+    """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; ``project_name`` is the name of the MLflow experiment.
 
     The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, add to it.
 
@@ -193,7 +193,7 @@ class MLflowTracker(OpenedTracker):
 
 
 class CometMLTracker(OpenedTracker):
-    """``"comet_ml"``: :class:`~paceline.loggers.CometLogger`; ``project_name`` names the Comet project."""
+    """``"comet_ml"``: :class:`~paceline.loggers.CometLogger`; ``project_name`` is the name of the Comet project."""
 
     name = "comet_ml"
     package = "comet_ml"
@@ -209,7 +209,7 @@ class CometMLTracker(OpenedTracker):
 
 
 class TrackioTracker(OpenedTracker):
-    """``"trackio"``: :class:`~paceline.loggers.TrackioLogger`; ``project_name`` names the Trackio project."""
+    """``"trackio"``: :class:`~paceline.loggers.TrackioLogger`; ``project_name`` is the name of the Trackio project."""
 
     name = "trackio"
     package = "trackio"
@@ -224,7 +224,7 @@ class TrackioTracker(OpenedTracker):
 
 
 class ClearMLTracker(OpenedTracker):
-    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; ``project_name`` names both the project and the task.
+    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; ``project_name`` is the project's and the task's name.
 
     The environment variables ``CLEARML_PROJECT`` and ``CLEARML_TASK`` have priority.
     """
@@ -264,7 +264,7 @@ class DVCLiveTracker(LoggerTracker):
 
 
 class SwanLabTracker(OpenedTracker):
-    """``"swanlab"``: :class:`~paceline.loggers.SwanLabLogger`; ``project_name`` names the SwanLab project."""
+    """``"swanlab"``: :class:`~paceline.loggers.SwanLabLogger`; ``project_name`` is the name of the SwanLab project."""
 
     name = "swanlab"
     package = "swanlab"

@@ -124,7 +124,10 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
 
 
 def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
-    """Join all processes' lists in rank order; if any object is not a list, return a list of the objects."""
+    """Concatenate the lists of all processes in rank order.
+
+    If any process passes something other than a list or tuple, return a list with one object per process.
+    """
     found = strategy.gather_objects(data, group)
     if all(isinstance(entry, (list, tuple)) for entry in found):
         return list(chain.from_iterable(found))

@@ -143,22 +143,22 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Active dimensions along which processes read different data."""
+        """Active mesh dimensions along which processes read different data."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard")]
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Active dimensions along which processes share samples."""
+        """Active mesh dimensions along which processes work on the same samples."""
         return [dim for dim in self.active_mesh_dims if dim in ("tp", "cp", "sp")]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Active dimensions across which parameters are sharded."""
+        """Active mesh dimensions across which parameters are sharded."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_shard", "cp", "sp")]
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Active dimensions across which a loss is averaged."""
+        """Active mesh dimensions across which a loss is averaged."""
         return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard", "cp", "sp")]
 
     @property

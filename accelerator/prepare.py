@@ -303,7 +303,7 @@ class Prepared:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Context manager that allows processes to have different numbers of batches, on any device.
+        """Context manager inside which processes may have different numbers of batches, on any device.
 
         A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
         Then every process gets the model of the process that trained longest. Processes that have run out of batches

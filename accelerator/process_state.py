@@ -57,7 +57,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context manager that hides this process's state, so that copies of the process start without state."""
+    """Context manager that hides this process's state, so that new processes start without it."""
     before = vars(_process).copy()
     _process.forget()
     try:

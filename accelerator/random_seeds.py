@@ -1,4 +1,4 @@
-"""Seeding and random states across processes."""
+"""Seeding and RNG states across processes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class States:
         """Save everything that the loop needs to resume. Every rank must call this.
 
         ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
-        loader, gradients that are waiting for an optimizer step, the random states of every rank, and registered
+        loader, gradients that are waiting for an optimizer step, the RNG states of every rank, and registered
         objects. At any moment, either the old state or the complete new one exists.
 
         Args:

@@ -253,7 +253,7 @@ class Restored:
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
         if not self.ranks:
-            self.missing.append("random states and the position in the data, because save_state did not write the file")
+            self.missing.append("RNG states and the position in the data, because save_state did not write the file")
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.contents.objects
@@ -357,7 +357,7 @@ class Restored:
     # ---- randomness --------------------------------------------------------------------------------------------------
 
     def _load_random(self) -> None:
-        """Restore random states; must come last, because all earlier steps may draw random numbers."""
+        """Restore RNG states; must come last, because all earlier steps may draw random numbers."""
         strategy = self.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
@@ -366,7 +366,7 @@ class Restored:
             seed.seed_all(seed.mixed(shared, strategy.data_rank))
         lacking = without_entry(self.ranks, strategy.world_size)
         if lacking:
-            self.derived.append(f"the random states of {lacking} (seeded from rank 0's state and the rank)")
+            self.derived.append(f"the RNG states of {lacking} (seeded from rank 0's state and the rank)")
 
 
 def _tell_position(index: int, loaded: Loaded) -> None:

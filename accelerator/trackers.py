@@ -136,8 +136,8 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         raise ModuleNotFoundError(messages.missing(f"log_with={one!r}", missing), name=missing)
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(
-            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but has no directory to write "
-            "to. Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
+            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but no directory was given. "
+            "Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
         )
     return one
 

@@ -1,7 +1,7 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
 If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
-device then only attaches a note that says which file has its values; names and shapes are checked immediately. After
+device then only attaches a note with the path of its file; names and shapes are checked immediately. After
 the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 
@@ -180,7 +180,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the deferred parameters, or only this process's shards of them, from their files, one by one."""
+        """Read the values of the deferred parameters, or of this process's shards, from their files one at a time."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():

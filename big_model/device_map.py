@@ -64,7 +64,7 @@ def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     odd = [name for name in device_map if name not in known and name not in tensors]
     if odd:
         near = messages.did_you_mean(odd[0], [*known, *tensors])
-        raise ValueError(f"device_map names {odd[0]!r}, which {type(model).__name__} does not have.{near}")
+        raise ValueError(f"device_map has an entry for {odd[0]!r}, which is not in {type(model).__name__}.{near}")
     missing = [name for name in tensors if device_of(name, device_map) is None]
     if missing:
         raise ValueError(

@@ -17,7 +17,7 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager that creates modules on the meta device: parameters have shapes, but use no memory or time.
+    """Context manager in which new parameters are on the meta device: they have shapes, but use no memory or time.
 
     Args:
         include_buffers: whether to create buffers on the meta device too; None uses the environment variable
@@ -34,7 +34,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
-    """Context manager that creates modules with their parameters on a device.
+    """Context manager in which new parameters are placed on a device.
 
     ``include_buffers`` is the same as for :func:`init_empty_weights`.
     """

@@ -271,8 +271,8 @@ class _Placer:
     def plan(self) -> DevicePlan:
         if self.main not in self.limits:
             raise ValueError(
-                f"max_memory={dict(self.limits)} has no device to run on. Add 'cpu' or the number of a GPU, with a "
-                "limit above 0."
+                f"max_memory={dict(self.limits)} leaves no device for the model to run on. Add 'cpu' or a GPU index "
+                "with a limit above 0."
             )
         placed, reserved = self._place(0), 0
         if any(is_offloaded(row.device, self.main) for row in placed.rows):
@@ -311,7 +311,10 @@ class _Placer:
         )
 
     def _fetch_bytes(self, item: _Item) -> int:
-        """Return the bytes needed to fetch a part: on an accelerator, twice its size, to hold the running part too."""
+        """Return the bytes to reserve for fetching a part.
+
+        On an accelerator, this is twice its size, because the part that is running is still in memory.
+        """
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
     def _place(self, kept: float) -> _Placed:
@@ -409,8 +412,8 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
     if asked and not names & known:
         name = min(names)
         messages.warn(
-            f"no_split_module_classes names {name!r}, but {type(model).__name__} has no such module, so its blocks may "
-            f"be split.{messages.did_you_mean(name, known)}"
+            f"no_split_module_classes contains {name!r}, but {type(model).__name__} has no module of that class, so "
+            f"its blocks may be split.{messages.did_you_mean(name, known)}"
         )
     return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
 

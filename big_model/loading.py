@@ -74,7 +74,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0: accepted and ignored, because each process reads the files.
 
     Raises:
-        FileNotFoundError: there are no weights, or the index names a file that does not exist.
+        FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is invalid.
         RuntimeError: names do not match (``strict``), or a tensor has no values.
 
@@ -151,7 +151,7 @@ def load_checkpoint_in_model(
     If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. If parameters are
     already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its own shards. In
     ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: each gets
-    only a note that names its file, which is read after the model has been sharded. Names and shapes are checked
+    only a note with the path of its file, which is read after the model has been sharded. Names and shapes are checked
     immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this
     function.
 
@@ -162,7 +162,7 @@ def load_checkpoint_in_model(
     are accepted and ignored.
 
     Raises:
-        FileNotFoundError: there are no weights, or the index names a file that does not exist.
+        FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, or a tensor has the wrong shape.
         RuntimeError: with ``strict``, names are missing or unexpected.
     """
@@ -227,7 +227,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Set a tensor to a value that is mapped from a file."""
+        """Load a tensor whose value is mapped from a file: shard it, defer it, leave it on disk, or copy it."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)

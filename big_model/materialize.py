@@ -1,4 +1,4 @@
-"""Allocates and initializes layers on the meta device, one layer at a time."""
+"""Materializes meta-device layers: allocates and initializes their tensors on a real device, layer by layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> list[str]:
-    """Fill all tensors on the meta device; return the names of those left without values. See :class:`Materializer`."""
+    """Materialize all meta-device tensors; return the names of those left uninitialized. See :class:`Materializer`."""
     materializer = Materializer(root, device, noted)
     for name, part in bottom_up(root):
         materializer.fill(name, part)
@@ -26,9 +26,9 @@ def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = 
 
 
 class Materializer:
-    """Fills tensors on the meta device, module by module, children first.
+    """Materializes meta-device tensors, module by module, children first.
 
-    A module's own ``reset_parameters`` sets the initial values, followed by ``_init_weights(module)`` of the nearest
+    A module's own ``reset_parameters`` initializes its tensors, followed by ``_init_weights(module)`` of the nearest
     enclosing module that has this method. Constructors fill their layers in the same order, children first. The random
     numbers and the initial values are therefore the same as in a process that created the layers with memory. They
     differ if a constructor fills (or copies) its children again and none of these methods does the same.
@@ -92,7 +92,7 @@ class Materializer:
 
     @contextmanager
     def _values_hidden(self, module: nn.Module) -> Iterator[None]:
-        """Context manager that hides tensors with values behind empty ones, so that initializers cannot change them."""
+        """Context manager that temporarily replaces initialized tensors, so that initializers cannot change them."""
         hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
             for held in (own_parameters(owner), own_buffers(owner)):

@@ -39,7 +39,7 @@ class _OffloadedTensor:
         self._store_current(pages)
 
     def _store_current(self, pages: Pages) -> None:
-        """Make the tensor's current values its stored values."""
+        """Use the tensor's current values as its stored values."""
         self.home = self.tensor.data
         self.mapped = pages.holds(self.home)
         self.copied = self.home.device != self.device or (self.mapped and not is_aligned(self.home))
@@ -60,7 +60,7 @@ class _OffloadedTensor:
         return _Fetched(made, version)
 
     def enter(self, fetched: _Fetched) -> None:
-        """Set the tensor to the fetched values, or to its current values if it was changed after the fetch."""
+        """Point the tensor at the fetched values. If it was changed after the fetch, fetch it again first."""
         if not _same_memory(self.tensor.data, self.home):
             self._store_current(Pages())
             fetched = self.fetch()
@@ -96,7 +96,7 @@ class _OffloadedTensor:
             self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
-        """Set the tensor to values that can be used without calling :meth:`enter` from now on."""
+        """Make the tensor usable without :meth:`enter`: if it is mapped from a file, replace it by a copy in memory."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 

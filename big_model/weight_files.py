@@ -39,7 +39,7 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files with a model's weights.
 
     Raises:
-        FileNotFoundError: there are no weights, or an index names a file that does not exist.
+        FileNotFoundError: there are no weights, or an index lists a file that does not exist.
         ValueError: the index cannot be read.
     """
     if path.is_dir():
@@ -65,7 +65,7 @@ def weight_files(path: Path) -> list[Path]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, but {len(missing)} of them could not be found: "
+            f"The index {str(path)!r} lists {len(names)} files, but {len(missing)} of them could not be found: "
             f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]

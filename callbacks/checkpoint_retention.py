@@ -218,7 +218,7 @@ class CheckpointKeeper(Checkpoint):
             messages.info(f"{name} ends the fit after step {step}. The state was saved in {path!r}.")
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
-        """Return the files that this step's file would push out of the ranking; None if it would not be ranked."""
+        """Return the files that this step's file would replace in the ranking; None if it would not be ranked."""
         gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
         if gone is None and self.verbose and score is not None:
             messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
@@ -243,7 +243,7 @@ class CheckpointKeeper(Checkpoint):
         return True
 
     def _giving_way(self, score: Tensor) -> list[str] | None:
-        """Return the files that a new file with this score would push out; None if it would not be kept itself."""
+        """Return the files that a new file with this score would replace; None if the new file would not be kept."""
         if self.save_top_k == -1:
             return []
         if self.monitor is None:
@@ -522,8 +522,8 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint: save_top_k={save_top_k!r} must be the number of files to keep: "
-            "a whole number, -1 to keep all, or 0 to keep none."
+            f"ModelCheckpoint: save_top_k={save_top_k!r} is the number of files to keep and must be a non-negative "
+            "integer, or -1 to keep all files."
         )
     if monitor is None and save_top_k > 1:
         raise ValueError(

@@ -88,8 +88,8 @@ class EarlyStopping(Callback):
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping: patience={patience!r} must be a whole number, 0 or more: how many checks without "
-                "improvement to allow."
+                f"EarlyStopping: patience={patience!r} is the number of checks without improvement to allow and must "
+                "be a non-negative integer."
             )
         self.monitor = monitor
         self.min_delta = min_delta
@@ -198,7 +198,7 @@ class EarlyStopping(Callback):
         return bool(self.monitor_op(value, than))
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the best one and the thresholds; return the reason to stop, if any, and a message."""
+        """Compare a value with the best one and the thresholds; return whether to stop and why, and a message."""
         name, sign = self.monitor, 1 if self.mode == "min" else -1
         if self.check_finite and not torch.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, (

@@ -39,7 +39,7 @@ class LossGuard(Callback):
 
     *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
     accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's
-    random state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
+    RNG state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
     still include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
@@ -367,7 +367,7 @@ def _manifest(path: Any) -> manifest.Manifest | None:
 
 
 class _Before:
-    """Snapshot of the state, except gradients, that a training step changes: buffers, random states, logged values."""
+    """Snapshot of the state, except gradients, that a training step changes: buffers, RNG states, logged values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.module, self.metrics = trainer.training_module, trainer.current_run.metrics

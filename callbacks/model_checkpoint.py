@@ -161,7 +161,8 @@ class ModelCheckpoint(CheckpointKeeper):
         if self.save_on_train_epoch_end is False and self._by_epoch and not trainer.enable_validation:
             messages.warn_once(
                 "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has no "
-                "validation, so no epoch will be saved. Remove the argument, or pass validation data."
+                "validation, so no checkpoint will be saved at the end of an epoch. Remove the argument, or pass "
+                "validation data."
             )
 
     def on_train_batch_end(

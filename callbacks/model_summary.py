@@ -343,7 +343,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Context manager that disables the fused inference path of attention, whose operations are not counted."""
+    """Context manager that disables the fused inference path of attention, whose FLOPs cannot be counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -381,7 +381,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Context manager that puts a module in eval mode and restores its modes and the random states afterwards."""
+    """Context manager that puts a module in eval mode, and restores the modes and the RNG states on exit."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module must not be compiled for the example's shapes.

@@ -341,8 +341,8 @@ class DrawnProgressBar(ProgressBar):
         super().__init__()
         if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int) or refresh_rate < 0:
             raise ValueError(
-                f"{type(self).__name__}: refresh_rate={refresh_rate!r} must be an integer of at least 0: "
-                "1 to draw as often as the clock allows, n to draw every n batches, or 0 for no bar."
+                f"{type(self).__name__}: refresh_rate={refresh_rate!r} must be a non-negative integer. Pass 1 to draw "
+                "as often as the clock allows, n to draw every n batches, or 0 for no bar."
             )
         self._refresh_rate = refresh_rate
         self._leave = bool(leave)

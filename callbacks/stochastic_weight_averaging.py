@@ -47,8 +47,8 @@ class StochasticWeightAveraging(Callback):
 
     Args:
         swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
-        swa_epoch_start: first epoch to average, counted from 1. A float is a fraction of ``max_epochs`` (0.8 of 10
-            epochs is the 8th).
+        swa_epoch_start: first epoch whose weights are averaged, counted from 1. A float is a fraction of ``max_epochs``
+            (0.8 of 10 epochs is the 8th).
         annealing_epochs: number of epochs over which the learning rate changes to ``swa_lrs``; 0 changes it
             immediately.
         annealing_strategy: ``"cos"`` or ``"linear"``.
@@ -208,7 +208,7 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"{type(self).__name__} averaged no weights, because the fit ended after {trainer.current_epoch} "
-                f"epochs, before the end of epoch {self._start} (0-based), the first to average. "
+                f"epochs, but averaging starts at the end of epoch {self._start} (0-based). "
                 f"{type(pl_module).__name__} keeps its last weights. Train longer, or lower swa_epoch_start."
             )
 
@@ -271,12 +271,13 @@ def _check_start(owner: str, start: Any) -> None:
     if isinstance(start, bool) or not isinstance(start, (int, float)):
         raise TypeError(
             f"{owner}: swa_epoch_start={start!r} is {messages.a(start)}. "
-            "Pass the first epoch to average: an integer, counting from 1, or a fraction of max_epochs from 0.0 to 1.0."
+            "Pass the epoch at which averaging starts, as an integer (counted from 1) or as a fraction of max_epochs "
+            "from 0.0 to 1.0."
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(
-            f"{owner}: swa_epoch_start={start} is out of range. Pass the first epoch as an integer of at least 1, or a "
-            "fraction of max_epochs as a float from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start} is out of range. Pass the first epoch as an integer of at least 1, or "
+            "as a fraction of max_epochs (a float from 0.0 to 1.0)."
         )
 
 

@@ -189,8 +189,8 @@ class ThroughputMonitor(Callback):
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor: window_size={window_size!r} must be an integer of at least 2: how many batches to "
-                "average over."
+                f"ThroughputMonitor: window_size={window_size!r} is the number of batches to average over and must be "
+                "an integer of at least 2."
             )
         self.batch_size_fn = batch_size_fn or _batch_size
         self.length_fn = length_fn

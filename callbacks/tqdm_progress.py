@@ -60,8 +60,8 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
-                f"TQDMProgressBar: process_position={process_position!r} must be a whole number of at least 0: "
-                "how many lines of the terminal belong to other runs."
+                f"TQDMProgressBar: process_position={process_position!r} is the number of terminal lines to leave free "
+                "for other runs and must be a non-negative integer."
             )
         if refresh_rate > 0:
             self._refresh_rate = max(refresh_rate, _miniters())

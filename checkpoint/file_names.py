@@ -34,7 +34,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
 
 def check(template: str, what: str) -> None:
-    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` names the argument in the error."""
+    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` is the name of its argument."""
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():

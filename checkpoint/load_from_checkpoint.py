@@ -30,10 +30,10 @@ def load_from_checkpoint(
 ) -> Any:
     """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
-    This does not change any random state. For the arguments, see ``TrainingModule.load_from_checkpoint``.
+    This does not change any RNG state. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
-        ValueError: if the file is not a checkpoint, or names code to run.
+        ValueError: if the file is not a checkpoint, or loading it would run code.
         RuntimeError: if the weights do not fit.
         TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or ``kwargs`` has an
             argument that ``__init__`` does not take.

@@ -29,7 +29,7 @@ _PLAIN = {
 
 
 def uses(file: IO[bytes]) -> dict[str, str]:
-    """Return how loading a file would use each function and class that it names.
+    """Return how loading a file would use each function and class that the file references.
 
     Returns:
         :data:`CALLS`, :data:`CREATES` or :data:`REFERS` by full name; empty if the file contains only plain data.

@@ -17,7 +17,7 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Convert ``value`` to data that a file can store without naming code; return it as it is if nothing has to change.
+    """Convert ``value`` to plain data, which refers to no code; return it as it is if nothing has to change.
 
     Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
     Converted: numpy scalars to Python numbers, paths to strings, and subclasses of str, dict and list to these types.

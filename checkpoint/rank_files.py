@@ -33,7 +33,7 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """Print one message that lists everything that was derived instead of restored, if there is anything.
+    """If any state was derived instead of restored, print one message that lists it.
 
     ``alike``: as in :func:`entry_of`. ``then`` and ``now``: the number of ranks in the saved run and in this run.
     """

@@ -29,7 +29,8 @@ def read(
     Raises:
         FileNotFoundError: if the file does not exist; the message lists the files in the folder.
         IsADirectoryError: if the path is a folder that is not a checkpoint.
-        ValueError: if the file is damaged, not a checkpoint, written by a newer version, or names code to run.
+        ValueError: if the file is damaged, not a checkpoint, or written by a newer version, or loading it would run
+            code.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
         return sharded_folder.read(location(path), map_location, strategy, trusted)

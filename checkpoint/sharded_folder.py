@@ -279,7 +279,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder. Like every part of a checkpoint, the index must not name code to run."""
+    """Reads torch's index of a folder. Like every part of a checkpoint, the index must not import code to run."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
@@ -293,8 +293,9 @@ class _Metadata(pickle.Unpickler):
         )
         if not known or "." in name:
             raise ValueError(
-                f"The checkpoint {self.name!r} was not loaded and nothing in it was run, because it names {module}."
-                f"{name}, which an index of tensors does not need. Use a checkpoint from a source that you trust."
+                f"The checkpoint {self.name!r} was not loaded and nothing in it was run, because its index would "
+                f"import {module}.{name}, which a tensor index never needs. Use a checkpoint from a source that you "
+                "trust."
             )
         return super().find_class(module, name)
 

@@ -1,4 +1,4 @@
-"""A checkpoint in a single file, written completely or not at all, and read without running any code that it names."""
+"""A checkpoint in a single file, written completely or not at all, and read without running any of its code."""
 
 from __future__ import annotations
 

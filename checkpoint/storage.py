@@ -271,7 +271,10 @@ def relative(path: str, folder: str) -> str:
 
 
 def remove(path: str | Location) -> None:
-    """Delete a file or folder. A folder stops looking like a checkpoint before its files are deleted.
+    """Delete a file or folder.
+
+    A checkpoint folder is first renamed (or loses its manifest), so that an interrupted deletion never leaves a partial
+    checkpoint that looks valid.
 
     Raises:
         OSError: if the file or folder could not be deleted.
@@ -295,7 +298,7 @@ def remove_all(files: Iterable[Remote]) -> None:
 
 @contextmanager
 def local_copy(where: Location) -> Iterator[Path]:
-    """Context manager that yields ``where`` itself if it is local, else a download that is deleted at the end."""
+    """Context manager that yields ``where`` if it is local, else a downloaded copy that is deleted on exit."""
     if isinstance(where, Path):
         yield where
         return

@@ -14,7 +14,7 @@ PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
 class Dialog:
-    """Asks questions one by one and skips the settings in ``given``."""
+    """Asks for one setting at a time and skips those in ``given``."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = dict(given)

@@ -108,7 +108,7 @@ class Machine:
 
     @classmethod
     def find(cls, asked: str | None) -> Machine:
-        """Describe this machine or, if ``asked`` is given, a machine whose devices have that much memory each."""
+        """Describe this machine or, if ``asked`` is given, a machine whose devices each have that much memory."""
         gpu = torch.cuda.is_available()
         kind = "cuda" if gpu else "cpu"
         if asked is not None:

@@ -1,12 +1,14 @@
-"""The own tests of libraries built on the packages that Paceline replaces: with the real package, and with Paceline.
+"""Libraries built on the packages that Paceline replaces, tested with the real package and with Paceline.
 
     python clients/run.py                       # all libraries of clients.toml; make clients does this
     python clients/run.py --only litgpt --keep
 
-Each library gets an environment of its own in ``.clients``, with the versions of its file in ``locks``. Its tests come
-from its source distribution on PyPI. They run twice in copies of it: with the real package, and under the stand-in. A
-table shows what both runs passed, and each lost test with its error. The exit status is 1 if a test is lost that
-``clients.toml`` does not explain.
+Each library gets an environment in ``.clients``, with the versions of a file in ``locks``. Its tests are its own, from
+its source distribution on PyPI, or a file of ``scenarios``, which trains with it and records losses. They run twice, in
+copies of the source: with the real package, and under the stand-in. A table shows what both runs passed and the largest
+difference between their losses; below it stands each lost test with its error. A test is lost if it passes with the
+real package only, or if its losses differ. The exit status is 1 if a test is lost that ``clients.toml`` does not
+explain.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -41,6 +44,8 @@ ENVIRONMENT = {
     "COLUMNS": "160",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
+#: Python 3.11 knows the filter from 3.11.4 on.
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
 @dataclass
@@ -52,49 +57,76 @@ class Client:
         version: of the library.
         stand_in: the package that the library is built on and that Paceline replaces.
         uses: what of that package the library uses.
+        scenarios: a file in ``scenarios`` that is run in place of the library's own tests.
+        environment: the file in ``locks`` and the environment, which libraries may share; the library's name if empty.
         tests: files and folders of the source distribution that hold tests.
         options: further arguments for pytest.
         timeout: seconds for one test.
         limit: seconds for all tests.
         prepare: a script in ``added`` that runs once in the unpacked source, to make data that tests would download.
+        tolerance: how far the losses of the two runs of a test may be apart.
         excluded: tests that run with neither package, and why.
-        explained: patterns of lost tests, and the row of docs/differences.md or the other reason that explains them.
+        explained: parts of names of lost tests, each with the reason, such as a row of the documentation.
     """
 
     name: str
     version: str
     stand_in: str
     uses: str
+    scenarios: str = ""
+    environment: str = ""
     tests: list[str] = field(default_factory=lambda: ["tests"])
     options: list[str] = field(default_factory=list)
-    timeout: int = 60
+    timeout: int = 180
     limit: int = 1200
     prepare: str = ""
+    tolerance: float = 0.0
     excluded: dict[str, str] = field(default_factory=dict)
     explained: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.environment = self.environment or self.name
+        if self.scenarios:
+            self.tests = [self.scenarios]
+
     @property
     def folder(self) -> Path:
-        """Where its environment and the copies of its source are."""
-        return WORK / self.name
+        """Where the copies of its source are."""
+        return WORK / "libraries" / self.name
+
+    @property
+    def place(self) -> Path:
+        """Its environment."""
+        return WORK / "environments" / self.environment
 
     @property
     def python(self) -> Path:
         """The Python of its environment."""
-        return self.folder / "venv" / "bin" / "python"
+        return self.place / "bin" / "python"
 
     @property
     def lock(self) -> Path:
         """The versions of everything in its environment."""
-        return HERE / "locks" / f"{self.name}.txt"
+        return HERE / "locks" / f"{self.environment}.txt"
 
 
 @dataclass
 class Outcome:
-    """How a test ended: ``passed``, ``skipped`` or ``failed``; the first line of its error if it failed."""
+    """How a test ended.
+
+    Attributes:
+        word: ``passed``, ``skipped`` or ``failed``.
+        error: the first line of its error if it failed.
+        losses: what it recorded.
+    """
 
     word: str
     error: str = ""
+    losses: list[float] = field(default_factory=list)
+
+
+#: A test that a run did not have.
+MISSING = Outcome("was not collected")
 
 
 @dataclass
@@ -108,17 +140,33 @@ class Result:
 
     @property
     def lost(self) -> list[str]:
-        """Tests that pass with the real package only."""
-        return _only(self.real, self.paceline)
+        """Tests that pass with the real package only, or whose losses differ."""
+        apart = [name for name, difference in self.differences.items() if difference > self.client.tolerance]
+        return _only(self.real, self.paceline) + apart
 
     @property
     def gained(self) -> list[str]:
         """Tests that pass with Paceline only."""
         return _only(self.paceline, self.real)
 
+    @property
+    def differences(self) -> dict[str, float]:
+        """How far the losses of each test that passes with both are apart; infinite if one has more of them."""
+        pairs = {name: (one, self.paceline.get(name, MISSING)) for name, one in self.real.items() if one.losses}
+        return {
+            name: max(map(_apart, one.losses, two.losses)) if len(one.losses) == len(two.losses) else math.inf
+            for name, (one, two) in pairs.items()
+            if one.word == two.word == "passed"
+        }
+
     def error(self, test: str) -> str:
-        """The first line of a lost test's error."""
-        return self.paceline[test].error or self.paceline[test].word if test in self.paceline else "was not collected"
+        """What a lost test failed with, in one line."""
+        found = self.paceline.get(test, MISSING)
+        if test not in self.differences:
+            return found.error or found.word
+        if len(found.losses) != len(self.real[test].losses):
+            return f"{len(found.losses)} losses instead of {len(self.real[test].losses)}"
+        return f"losses are up to {self.differences[test]:.2g} apart"
 
     def explanation(self, test: str) -> str:
         """Why a test may be lost; empty if nothing explains it."""
@@ -131,6 +179,7 @@ class Result:
             "stands_in": self.client.stand_in,
             "passed_real": _passed(self.real),
             "passed_paceline": _passed(self.paceline),
+            "losses": {test: self.differences[test] for test in self.differences},
             "lost": {test: {"error": self.error(test), "explanation": self.explanation(test)} for test in self.lost},
             "gained": self.gained,
             "seconds": {name: round(seconds) for name, seconds in self.seconds.items()},
@@ -145,11 +194,10 @@ def read_table(path: Path = HERE / "clients.toml") -> list[Client]:
 def install(client: Client) -> None:
     """Make the environment, unless the one from the last time has the same versions."""
     wanted = hashlib.sha256(client.lock.read_bytes()).hexdigest()
-    stamp = client.folder / "installed"
+    stamp = client.place / "installed"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    shutil.rmtree(client.folder, ignore_errors=True)
-    venv.create(client.folder / "venv", with_pip=True)
+    venv.create(client.place, clear=True, with_pip=True)
     pip = [client.python, "-m", "pip", "install", "--quiet"]
     _call([*pip, "--no-compile", "-r", client.lock])
     _call([*pip, "--no-deps", "--no-build-isolation", "-e", ROOT])
@@ -157,7 +205,9 @@ def install(client: Client) -> None:
 
 
 def fetch(client: Client) -> Path:
-    """The unpacked source distribution, with what ``added`` has for it."""
+    """The scenarios, or the unpacked source distribution with what ``added`` has for it."""
+    if client.scenarios:
+        return HERE / "scenarios"
     source = client.folder / "source"
     if source.exists():
         return source
@@ -166,7 +216,7 @@ def fetch(client: Client) -> Path:
     pip = [client.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", client.name]
     _call([*pip, "--dest", downloads, named])
     with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
-        archive.extractall(unpacked, filter="data")
+        archive.extractall(unpacked, **FILTER)
     (inner,) = unpacked.iterdir()
     if (added := HERE / "added" / client.name).is_dir():
         shutil.copytree(added, inner, dirs_exist_ok=True)
@@ -182,10 +232,10 @@ def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str
     copy, report = client.folder / label, client.folder / f"{label}.xml"
     shutil.rmtree(copy, ignore_errors=True)
     report.unlink(missing_ok=True)
-    shutil.copytree(source, copy)
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     excluded = [option for test in client.excluded for option in ("--deselect", test)]
     pytest = ["-m", "pytest", *client.tests, *client.options, *excluded, "-p", "no:cacheprovider", "--tb=short", "-q"]
-    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}"]
+    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}", f"--rootdir={copy}", "-o", "junit_family=xunit1"]
     replace = ["-m", "paceline.compat", client.stand_in] if stand_in else []
     start = time.monotonic()
     with (client.folder / f"{label}.log").open("w") as log:
@@ -207,7 +257,8 @@ def outcomes(report: Path) -> dict[str, Outcome]:
         if bad is not None:
             found[test] = Outcome("failed", _first_line(bad.get("message") or bad.text or ""))
         elif found.get(test, Outcome("")).word != "failed":
-            found[test] = Outcome("skipped" if case.find("skipped") is not None else "passed")
+            losses = next((one.get("value", "") for one in case.iter("property") if one.get("name") == "losses"), "[]")
+            found[test] = Outcome("passed" if case.find("skipped") is None else "skipped", losses=json.loads(losses))
     return found
 
 
@@ -218,6 +269,8 @@ def compare(client: Client) -> Result:
     source = fetch(client)
     print(f"{client.name}: its tests with {client.stand_in}, then with Paceline", file=sys.stderr)
     real, real_seconds = run_tests(client, source, stand_in=False)
+    if not _passed(real):
+        raise SystemExit(f"{client.name}: no test passes with {client.stand_in}; see {client.folder / 'real.log'}")
     paceline, seconds = run_tests(client, source, stand_in=True)
     return Result(client, real, paceline, {"real": real_seconds, "paceline": seconds})
 
@@ -225,13 +278,14 @@ def compare(client: Client) -> Result:
 def table(results: Iterable[Result]) -> str:
     """The table, in Markdown."""
     lines = [
-        "| library | uses | tests passed with the real package | with Paceline | lost | gained |",
-        "|---|---|---|---|---|---|",
+        "| library | uses | tests passed with the real package | with Paceline | lost | gained | losses apart by |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in results:
         client = result.client
         counts = [_passed(result.real), _passed(result.paceline), len(result.lost), len(result.gained)]
         cells = [f"{client.name} {client.version}", f"{client.stand_in}: {client.uses}", *map(str, counts)]
+        cells.append(f"{max(result.differences.values()):.2g}" if result.differences else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -248,8 +302,13 @@ def print_report(results: list[Result]) -> None:
 
 
 def _only(first: Mapping[str, Outcome], second: Mapping[str, Outcome]) -> list[str]:
-    missing = Outcome("missing")
-    return [name for name, one in first.items() if one.word == "passed" != second.get(name, missing).word]
+    return [name for name, one in first.items() if one.word == "passed" != second.get(name, MISSING).word]
+
+
+def _apart(one: float, two: float) -> float:
+    """How far two losses are apart; two that are not numbers are equal, and one alone is infinitely far."""
+    difference = 0.0 if one == two or (math.isnan(one) and math.isnan(two)) else abs(one - two)
+    return math.inf if math.isnan(difference) else difference
 
 
 def _passed(run: Mapping[str, Outcome]) -> int:
@@ -281,11 +340,13 @@ def main() -> None:
     clients = {client.name: client for client in read_table()}
     if unknown := set(arguments.only or ()) - set(clients):
         parser.error(f"unknown library {', '.join(sorted(unknown))}; clients.toml has {', '.join(clients)}")
-    results = []
-    for name in arguments.only or clients:
-        results.append(compare(clients[name]))
+    asked, results = [clients[name] for name in arguments.only or clients], []
+    for number, client in enumerate(asked, 1):
+        results.append(compare(client))
         if not arguments.keep:
-            shutil.rmtree(clients[name].folder)
+            shutil.rmtree(client.folder)
+            if all(later.environment != client.environment for later in asked[number:]):
+                shutil.rmtree(client.place)
     print_report(results)
     report = {"date": datetime.date.today().isoformat(), "libraries": {r.client.name: r.summary() for r in results}}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

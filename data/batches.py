@@ -41,7 +41,7 @@ class Batches:
             a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
         skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
             DataLoader skips them without loading anything; other loaders fetch and discard them.
-        seed: number that, combined with each batch's index, seeds the random states of workers that load by index; None
+        seed: number that, combined with each batch's index, seeds the RNG states of workers that load by index; None
             keeps torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
         prepare: with ``lookahead``, called before the first batch is fetched.
@@ -117,7 +117,7 @@ class Batches:
             return iter(())
         source, dropped = self._open()
         self._source = source
-        self._drop(source, dropped)  # done now, so that random states can be restored afterwards
+        self._drop(source, dropped)  # done now, so that RNG states can be restored afterwards
         if not isinstance(self._loader, CombinedLoader):
             source = within_length(self._loader, source, self._skip)
         if limited:
@@ -195,7 +195,7 @@ class HandOver:
     Args:
         batches: the batches. They must have ``lookahead``, so that it is known whether a batch is the last.
         start: index of the first batch.
-        metrics: receives each batch, because the batch size is the weight of logged values.
+        metrics: receives each batch, because logged values are weighted by batch size.
         dataloader_idx: index of the loader among the loaders of an evaluation.
 
     Attributes:

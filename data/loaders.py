@@ -114,7 +114,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
     seeds; both are reseeded each time. A generator that the user passed is left alone. All processes draw the same
-    order, and each process uses its part of it; the seeds of workers that augment samples differ between processes.
+    order, and each process uses its shard; the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
         samplers, shard = samplers_of(leaf), shard_of(leaf)
@@ -284,7 +284,7 @@ def users_generators(loader: Any) -> list[torch.Generator]:
 
 
 def whole_of(loader: Any) -> Any:
-    """Return the user's original loader if this loader yields one process's part of it; otherwise, this loader."""
+    """Return the user's original loader if this loader yields a shard of it; otherwise, this loader."""
     return getattr(loader, "paceline_whole", loader)
 
 
@@ -298,7 +298,7 @@ def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def shard_of(loader: Any) -> Any:
-    """Return the :class:`Shard` in a loader that selects one process's part; None if the loader yields everything."""
+    """Return the :class:`Shard` that selects a loader's items for one process; None if the loader is not sharded."""
     places = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
     return next((place for place in places if isinstance(place, Shard)), None)
 
@@ -354,7 +354,9 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
         )
     if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
         hint = f"; for {int(limit)} batches, use {int(limit)}" if limit.is_integer() and limit > 1 else ""
-        raise ValueError(f"{argument}={limit} is a float, so it is a fraction and must be from 0.0 to 1.0{hint}.")
+        raise ValueError(
+            f"{argument}={limit} is a float, so it is treated as a fraction and must be between 0.0 and 1.0{hint}."
+        )
     if limit < 0:
         raise ValueError(f"{argument}={limit} is negative. Pass 0 or more batches, or None for all.")
 

@@ -252,7 +252,7 @@ def _is_asked_for_its_end(loader: Any) -> bool:
 
 
 def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches that a loader yields past its length. An error at the first of them counts as the end."""
+    """Yield the batches that a loader yields past its length. If reading the first one fails, yield nothing."""
     try:
         batch = next(iterator, _REACHED)
     except Exception:
@@ -290,8 +290,8 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     Args:
         loader: a loader for which :func:`can_jump` is True; any loader if ``start`` is 0.
         start: number of batches to skip.
-        seed: number that, combined with each batch's index, seeds the random states of workers that load by index; None
-            leaves the random states unchanged.
+        seed: number that, combined with each batch's index, seeds the RNG states of workers that load by index; None
+            leaves the RNG states unchanged.
     """
     if not can_jump(loader):
         return start_iterating(loader)
@@ -313,7 +313,7 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Advance a loader's generators as a full pass over the data would, without loading anything.
+    """Advance a loader's random number generators as one pass over the data would, without loading anything.
 
     Args:
         loader: a loader for which :func:`can_jump` is True.

@@ -1,6 +1,6 @@
 """Split a loader among several processes. :class:`Division` defines the rules.
 
-The processes do not communicate. Each one iterates over the same full order and loads only its own part.
+The processes do not communicate. Each one iterates over the same full order and loads only its own shard.
 :func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
 To put an evaluation's outputs into the dataset's order, join them round by round, and rank by rank within each round,
@@ -45,7 +45,7 @@ _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
 
 def shard_training(loader: Any, rank: int, world: int) -> Any:
-    """Return a copy of a training loader that yields this process's part of the batches.
+    """Return a copy of a training loader that yields only this process's shard of the data.
 
     ``world`` processes with batches of *b* samples see, batch by batch, the same samples as one process with batches of
     ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample. Multiply
@@ -54,11 +54,11 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be this process's part. If workers read an iterable dataset, each worker has its own stream
+    because they may already be sharded by process. If workers read an iterable dataset, each worker has its own stream
     with its own end, and only the end of the last stream is weighted exactly.
 
     Args:
-        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
+        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually.
             A loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
         rank: rank of this process.
         world: number of processes. If it is 1, the loader itself is returned.
@@ -67,7 +67,7 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
 
 def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
-    """Return a copy of a loader that yields this process's part. All processes together see every sample once.
+    """Return a copy of a loader that yields only this process's shard. Together, the processes see every sample once.
 
     All processes have the same number of batches if possible; otherwise, some end with a :func:`surplus` batch. If
     workers read an iterable dataset, each worker may give some processes an extra batch. ``drop_last=True`` drops
@@ -136,7 +136,7 @@ def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
 
 
 class RankSampler(Shard, Sampler[Any]):
-    """Replaces a loader's batch sampler (or sampler) and yields this rank's part of its items.
+    """Replaces a loader's batch sampler (or sampler) and yields this rank's shard of its items.
 
     Attributes of the replaced sampler can be read from this object.
     """
@@ -189,7 +189,7 @@ class RankSampler(Shard, Sampler[Any]):
 
 
 class RankStream(Shard, IterableDataset[Any]):
-    """Replaces an iterable dataset and yields this rank's part of its stream, batch by batch.
+    """Replaces an iterable dataset and yields this rank's shard of its stream, batch by batch.
 
     With workers, each worker's stream is split. All other attributes are read from and set on the replaced dataset.
     """
@@ -210,7 +210,7 @@ class RankStream(Shard, IterableDataset[Any]):
         worker = get_worker_info()
         end = self._ends[0 if worker is None else worker.id]
         end[0], end[1] = 0, 1
-        seed = self.order_seed if worker is None else None  # no other loader uses the worker's random states
+        seed = self.order_seed if worker is None else None  # no other loader uses the worker's RNG states
         for part, share in _parts(self.division, self.whole_dataset, seed):
             if share == 0 and self.division.evaluation and self._workers > 1:
                 return  # surplus() can report only the very last batch of a loader
@@ -285,7 +285,7 @@ class RankIterable(Shard):
 
 
 def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
-    """Return a copy of a loader that yields one process's part.
+    """Return a copy of a loader that yields only one process's shard of the data.
 
     ``divide(size=..., drop_last=...)`` returns the :class:`Division` to use.
     """
@@ -302,7 +302,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
         messages.info_once(
             f"{type(loader).__name__} is not a DataLoader and may split its batches by rank itself, so each of the "
             f"{world} processes uses all the batches that it yields. If it does not split them, make it yield only "
-            "this process's part, or pass a DataLoader or a list of batches."
+            "this process's shard, or pass a DataLoader or a list of batches."
         )
         return loader
     if not isinstance(loader, DataLoader):
@@ -321,7 +321,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
-    """Yield this rank's parts of the items of ``source``, which draws from private random states if a seed is given.
+    """Yield this rank's parts of the items of ``source``, which draws from private RNG states if a seed is given.
 
     The first ``start`` items, which must be full rounds, are skipped.
     """
@@ -333,7 +333,7 @@ def _parts(division: Division, source: Any, seed: int | None, start: int = 0) ->
 
 
 def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any]:
-    """Yield the items of ``source``, reading ``at_once`` items at a time with private random states."""
+    """Yield the items of ``source``, reading ``at_once`` items at a time with private RNG states."""
     states = PrivateRandomness(seed)
     with states:
         items = from_item(source, start)

@@ -38,7 +38,7 @@ class Division:
         world: number of processes.
         size: maximum number of items that a process takes in a round.
         drop_last: whether every part has exactly ``size`` items. In training, an incomplete last round is dropped; in
-            evaluation, only the items that do not fill one process's part are dropped.
+            evaluation, only the items that do not fill one process's share are dropped.
         evaluation: whether the evaluation rule applies.
         repeats: whether, in training, a rank that gets no items in the last round repeats an item. If False, such a
             rank has one batch fewer than the others.
@@ -101,7 +101,7 @@ class Division:
         return self.evaluation and self.size > 1 and not self.drop_last
 
     def _last(self, rest: Sequence[Any]) -> Part | None:
-        """Return this rank's part of an incomplete last round; None if there is no such round."""
+        """Return this rank's share of an incomplete last round; None if there is no such round."""
         if self.drop_last:
             present = len(rest) // self.size if self.evaluation else 0
             own = min(self.rank, present - 1)
@@ -115,14 +115,14 @@ class Division:
         return Part(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
 
     def _spread(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return this rank's part of items spread evenly across ranks; the first ranks may get one item more."""
+        """Return this rank's share of items that are spread evenly; the first ranks may get one item more."""
         low, larger = divmod(len(items), self.world)
         start = self.rank * low + min(self.rank, larger)
         return items[start : start + low + (self.rank < larger)]
 
 
 class Shard:
-    """Base class of objects that select one process's part of a loader.
+    """Base class of objects that select one process's shard of a loader's data.
 
     Attributes:
         division: how the loader is divided.

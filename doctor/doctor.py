@@ -28,7 +28,7 @@ _END = object()
 
 #: Number of hooks whose times are kept, slowest first.
 MOST_HOOKS = 20
-#: Steps in which every operator is recorded. These are warmup steps, which are not counted.
+#: Steps in which every operator is recorded. These are warmup steps, which are not measured.
 WATCHED = (1, 2)
 
 _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
@@ -192,7 +192,7 @@ class Doctor(Profiler):
             self.step_watch.begin()
 
     def _settled(self) -> None:
-        """Start counting steps, after the warmup."""
+        """Start measuring steps, after the warmup."""
         self.collections.begin()
         self._hooks = dict(self.clock.hooks)
         if self.subject is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
 
-#: Number of warmup steps, which are not counted.
+#: Number of warmup steps, which are not measured.
 WARM_UP = 3
 #: Maximum number of points in the step time chart.
 MOST_POINTS = 2000
@@ -27,17 +27,17 @@ class Facts:
 
     Attributes:
         own_loop: whether the loop is the user's, with an Accelerator instead of a Trainer.
-        steps: number of counted batches, without the warmup in which memory is allocated and graphs are compiled.
-        seconds: host seconds by part, over the counted steps; they add up to the elapsed time.
-        device_seconds: device seconds by part, scaled to all counted steps; empty without a GPU.
-        step_seconds: seconds of each counted step, sampled to at most :data:`MOST_POINTS` steps.
+        steps: number of measured batches, without the warmup in which memory is allocated and graphs are compiled.
+        seconds: host seconds by part, over the measured steps; they add up to the elapsed time.
+        device_seconds: device seconds by part, scaled to all measured steps; empty without a GPU.
+        step_seconds: seconds of each measured step, sampled to at most :data:`MOST_POINTS` steps.
         run_seconds: seconds of the entire run.
         run_parts: seconds of the entire run, by part.
-        often: number of counted steps with a validation or checkpoint of significant length.
-        hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the counted steps, slowest first.
+        often: number of measured steps with a validation or checkpoint of significant length.
+        hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the measured steps, slowest first.
         communication: seconds per step of gradient communication (``all``), and of the part that the backward pass did
             not hide (``exposed``); empty if not measured.
-        operators: number of operators that a step calls; None if not counted.
+        operators: number of operators that a step calls; None if unknown.
     """
 
     rank: int = 0
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def total(self) -> float:
-        """Total seconds of all counted steps."""
+        """Total host seconds of all measured steps."""
         return sum(self.seconds.values())
 
     @property
@@ -94,11 +94,11 @@ class Facts:
 
     @property
     def exposed(self) -> float:
-        """Seconds that the counted steps spent only on waiting for gradients."""
+        """Seconds that the measured steps spent only on waiting for gradients."""
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
-        """Return the fraction of the counted time that the given parts took."""
+        """Return the fraction of the measured time that the given parts took."""
         parts = self.parts
         whole = sum(parts.values())
         return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0

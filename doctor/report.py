@@ -274,7 +274,7 @@ class Report:
 
 
 def _reasons(finding: Finding) -> list[str]:
-    """Return the cause, the change and the gain, one line each."""
+    """Return a finding's cause, suggested change and expected gain, one line each."""
     parts = (("Why", finding.why), ("Change", finding.change), ("Gain", finding.gain))
     return [f"{name}: {_after_colon(text)}" for name, text in parts]
 

@@ -35,7 +35,7 @@ MOST_ROWS = 20_000
 
 
 class Clock:
-    """Counts seconds for the current part; time in a nested part is not counted for the outer part.
+    """Adds elapsed time to the current part; time in a nested part is not added to the outer part.
 
     Attributes:
         totals: seconds by part since the start, followed by the number of steps begun.
@@ -128,7 +128,7 @@ class Clock:
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """End the run. Of an unfinished step, only validations and checkpoints are counted."""
+        """End the run. Of an unfinished step, only validations and checkpoints are included."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

@@ -127,13 +127,13 @@ class Collections:
         self.seconds, self.runs, self._begun = 0.0, 0, 0.0
 
     def begin(self) -> None:
-        """Start counting."""
+        """Start measuring garbage collections."""
         self.seconds, self.runs = 0.0, 0
         if self._called not in gc.callbacks:
             gc.callbacks.append(self._called)
 
     def end(self) -> None:
-        """Stop counting."""
+        """Stop measuring garbage collections."""
         if self._called in gc.callbacks:
             gc.callbacks.remove(self._called)
 

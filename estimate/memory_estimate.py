@@ -119,7 +119,7 @@ def estimate_memory(
 
     Raises:
         ValueError: a name is unknown, or arguments contradict each other.
-        RuntimeError: the step cannot run without values. Leave out ``batch`` to estimate everything but activations.
+        RuntimeError: the step fails on fake tensors. Leave out ``batch`` to estimate everything but activations.
 
     Example:
         >>> found = estimate_memory(nn.Linear(1000, 1000), torch.empty(8, 1000), precision="bf16-mixed")
@@ -250,10 +250,10 @@ def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
-            f"The memory of a step of {owner} cannot be estimated, because the step raised an error when it ran "
-            f"without values: {type(error).__name__}: {first} If the step works with real tensors, it reads values "
-            "from them, or uses an operation whose output shape torch cannot infer. Leave out the batch to estimate "
-            "only weights, gradients and optimizer state."
+            f"The memory of a step of {owner} cannot be estimated, because the step raised an error when it ran on "
+            f"fake tensors, which have shapes but no values: {type(error).__name__}: {first} If the step works with "
+            "real tensors, it reads values from them, or uses an operation whose output shape torch cannot infer. "
+            "Leave out the batch to estimate only weights, gradients and optimizer state."
         ) from error
 
 

@@ -113,7 +113,7 @@ class Ledger(TorchDispatchMode):
             self._kinds.setdefault(self._see(tensor), kind)
 
     def claim_living(self, born: str, kind: str) -> None:
-        """Set the kind of each living tensor that was created in a phase and does not have a kind yet."""
+        """Set the kind of each live tensor that was created in a phase and does not have a kind yet."""
         for number, _ in self._living.values():
             if self._born[number] == born:
                 self._kinds.setdefault(number, kind)
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
         """Return the moment with the highest memory use.
 
         Args:
-            counts: returns True for each phase to include.
+            counts: function that returns True for each phase to include.
             constant: bytes that are in use all the time, by kind; they replace the recorded bytes of these kinds.
         """
         constant = constant or {}

@@ -22,7 +22,7 @@ class Logger(ABC):
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """The experiment's name, usually a folder."""
+        """The experiment's name, usually also the name of its folder."""
 
     @property
     @abstractmethod

@@ -54,7 +54,7 @@ class FolderLogger(Logger):
             )
         if not _is_version(version):
             raise ValueError(
-                f"{who}: version={version!r} must be a number of 0 or more, or the name of a folder. Pass version=3 or "
+                f"{who}: version={version!r} must be a non-negative integer or a folder name. Pass version=3 or "
                 "version='my_run', or leave out version to use the next free number."
             )
         self.hparams: dict[str, Any] = {}

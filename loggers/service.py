@@ -227,7 +227,7 @@ class ServiceLogger(CheckpointUploads):
         return name
 
     def _discard(self) -> None:
-        """Remove an open run without values, or finish it if it cannot be removed."""
+        """Remove an open run to which nothing was logged, or finish it if it cannot be removed."""
         self._finish("success")
 
     def _flush(self) -> None:

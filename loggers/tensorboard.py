@@ -85,7 +85,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """The subfolder of the version's folder that contains the files; None if it is not used."""
+        """The subfolder of the version's folder that contains the event files; None if there is no subfolder."""
         return self._sub_dir or None
 
     @property
@@ -158,7 +158,7 @@ class TensorBoardLogger(FolderLogger):
         """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its modes and the random states are restored afterwards. If tracing fails, a warning is shown instead of an
+        Its modes and the RNG states are restored afterwards. If tracing fails, a warning is shown instead of an
         error.
         """
         if not self._log_graph or not messages.is_rank_zero():

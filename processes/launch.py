@@ -125,7 +125,7 @@ def start(
     start_method: StartMethod,
     devices_kind: str = "cpu",
     numa: bool = False,
-    port: int = 0,
+    place: Place | None = None,
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return rank 0's result, with tensors on the CPU.
 
@@ -134,11 +134,12 @@ def start(
     Args:
         function: the function that each process calls; it reads its rank from torchrun's variables.
         args: the function's arguments. Each process gets its own copy, including of tensors.
-        num_processes: number of processes, all on this machine.
+        num_processes: number of processes on this machine.
         start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        port: the port at which the processes meet; 0 picks a free port.
+        place: where the processes of several machines meet, each of which must call this; if None, there is only this
+            machine. Machines without rank 0 return None.
 
     Raises:
         RuntimeError: a process failed (the message contains the first failure's traceback); this process cannot be
@@ -164,7 +165,7 @@ def start(
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
-            exits, number = launch(_run, [job], num_processes, Place(port=port), folder, start_method, options_for_numa)
+            exits, number = launch(_run, [job], num_processes, place or Place(), folder, start_method, options_for_numa)
         failed = failures(exits, list(Path(folder).glob("rank*.json")), list(Path(folder).glob("rank*.crash")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -176,7 +177,7 @@ def start(
 
 @contextmanager
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
-    """Context manager that reports that nothing was trained if a signal stops the processes while they are starting.
+    """Context manager that reports a signal that stops the processes while they are starting, before any training.
 
     A process is starting until it has joined the process group. This also covers a signal that stops this process
     before it has started the others. Signals keep their usual effect.

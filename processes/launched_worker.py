@@ -34,7 +34,7 @@ def command(target: str, arguments: list[str], module: bool = False) -> list[str
 
 
 def main() -> None:
-    """Run the script from the command line, with its arguments."""
+    """Run the script or module named on the command line, with its arguments."""
     bind()
     register_failure_hook()
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):

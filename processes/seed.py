@@ -151,7 +151,7 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"].cpu())
     if missing:
         messages.warn_once(
-            f"The random state of {messages.names(missing, last='and')} was saved but could not be restored "
+            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored "
             "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
             "the saved run. Import numpy before fit, or use the same number of devices."
         )
@@ -166,7 +166,7 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context manager that restores all random states on exit, whatever was drawn or seeded inside it.
+    """Context manager that restores all RNG states on exit, whatever was drawn or seeded inside it.
 
     Args:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
@@ -181,7 +181,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """Private random states (Python, numpy, torch on the CPU), active inside ``with``.
+    """Private RNG states (Python, numpy, torch on the CPU), active inside ``with``.
 
     The context can be entered many times, and continues where it left off. Numbers drawn inside it depend only on the
     seed and on earlier draws inside it; the states outside do not change.

@@ -1,4 +1,4 @@
-"""Agree on the step boundary where all ranks stop, after a signal, a time limit or a callback asked one rank to stop.
+"""Agree on the step boundary where all ranks stop after a signal, a time limit or a callback stops one of them.
 
 Until a rank asks to stop, the ranks exchange nothing. They then use the process group's store, never a collective. Each
 rank answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
@@ -75,7 +75,10 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """Answer if a rank has asked to stop. The listening thread calls this regularly."""
+        """If a rank has asked to stop, reply with the first boundary at which this rank can stop.
+
+        The listening thread calls this regularly.
+        """
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)

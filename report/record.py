@@ -33,7 +33,7 @@ class Clock:
     Attributes:
         seconds: seconds by part.
         part: the current part.
-        mark: the ``perf_counter`` time up to which seconds have been counted.
+        mark: the ``perf_counter`` time up to which time has been assigned to parts.
     """
 
     def __init__(self) -> None:

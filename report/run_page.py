@@ -112,7 +112,7 @@ def _speed(history: History) -> list[Html]:
     """Return a single speed chart, because the curves of steps and samples per second have the same shape."""
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
-        unknown = "The loader has no batch size, so only steps are counted."
+        unknown = "The loader has no batch size, so the speed is shown in steps only."
         return [line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
     each = speed["samples per second"] / speed["steps per second"]
     return [line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]

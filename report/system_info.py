@@ -83,7 +83,7 @@ def git_state() -> dict[str, Any]:
     """Return the commit, branch and number of changed files of the running code; empty without git or a repository.
 
     The code is in the program's folder, or in the working directory if the program has no file. Untracked files are not
-    counted, because that takes a long time in a large tree.
+    included, because finding them takes a long time in a large tree.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = str(Path(main).resolve().parent) if main else os.getcwd()

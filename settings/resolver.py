@@ -211,7 +211,7 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
-    """Return the value that a setting was given; None if it has its default."""
+    """Return a setting's value; None if the setting was left at its default."""
     if settings is None:
         return None
     is_set = getattr(settings, "is_set", None)

@@ -48,7 +48,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """Return the startup message about the processes; empty if there is only one, or if it was already printed."""
+        """Return the startup message about the processes; empty for a single process, or if it was already printed."""
         return ""
 
     @property
@@ -172,9 +172,9 @@ class Communication:
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """Return every process's description, by rank, if they differ; otherwise an empty list.
+        """Return the descriptions of all processes, by rank, if they differ; otherwise an empty list.
 
-        If they are the same, only 16 bytes are exchanged.
+        If the descriptions are the same, only 16 bytes are exchanged.
         """
         return []
 
@@ -185,7 +185,7 @@ class Communication:
         """
 
     def is_told_to_stop(self) -> bool:
-        """Return True if another process has asked this run to stop."""
+        """Return True if another process has requested that this run stop."""
         return False
 
     def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:

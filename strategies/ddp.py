@@ -243,8 +243,8 @@ class DDPStrategy(DistributedStrategy):
         if late and self.world_size > 1:
             messages.info_once(
                 f"{type(module).__name__} gained trainable parameters after prepare() ({late[0]}"
-                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know about them, so gradients are "
-                "reduced again before each step. To avoid that, add or unfreeze them before prepare()."
+                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not reduce their gradients, so all "
+                "gradients are reduced again before each step. To avoid this, add or unfreeze them before prepare()."
             )
 
     def complete_gradients(self, optimizer: Optimizer) -> None:

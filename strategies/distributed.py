@@ -155,7 +155,7 @@ class DistributedStrategy(Strategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        """Set the devices of this machine's processes, one each, and the number of machines. Call this first."""
+        """Set the device of each process on this machine, and the number of machines. Call this first."""
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
@@ -191,7 +191,7 @@ class DistributedStrategy(Strategy):
         )
 
     def same_model(self, module: nn.Module) -> None:
-        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        """Raise on every rank if the ranks built different models; the message shows the first difference."""
         owner, named = type(module).__name__, list(module.named_parameters())
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
         values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]

@@ -58,7 +58,7 @@ class Placement:
         return [self.device.index or 0]
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context manager that creates layers on this strategy's device, in the precision's dtype."""
+        """Context manager in which new layers are created on this strategy's device, in the precision's dtype."""
         return self.precision.init_context(self.device)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ class Placement:
 
     @contextmanager
     def empty_init_context(self) -> Iterator[None]:
-        """Context manager that creates layers without drawing initial values, for weights that will be loaded later.
+        """Context manager in which new layers skip weight initialization, because their weights will be loaded later.
 
         By default, layers get uninitialized memory. A strategy that shards the model creates them on the meta device.
         """

@@ -38,6 +38,8 @@ def test_every_library_of_the_table_has_its_versions_locked(run: ModuleType) -> 
         assert any(line.startswith(f"{client.stand_in}==") for line in locked)
         if client.prepare:
             assert (FOLDER / "added" / client.name / client.prepare).exists()
+        if client.scenarios:
+            assert (FOLDER / "scenarios" / client.scenarios).exists()
 
 
 def test_lost_and_gained_tests_are_named_with_their_errors(run: ModuleType, tmp_path: Path) -> None:
@@ -55,4 +57,24 @@ def test_lost_and_gained_tests_are_named_with_their_errors(run: ModuleType, tmp_
         "explanation": "a row of the differences",
     }
     assert (summary["passed_real"], summary["passed_paceline"]) == (2, 2)
-    assert "| library 1.0 | lightning: Trainer | 2 | 2 | 1 | 1 |" in run.table([result])
+    assert "| library 1.0 | lightning: Trainer | 2 | 2 | 1 | 1 |  |" in run.table([result])
+
+
+def test_a_test_whose_losses_differ_is_lost(run: ModuleType, tmp_path: Path) -> None:
+    def outcomes(*losses: str) -> object:
+        cases = (
+            f'<testcase classname="a" name="{number}">'
+            f'<properties><property name="losses" value="{found}"/></properties></testcase>'
+            for number, found in enumerate(losses)
+        )
+        (tmp_path / "report.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+        return run.outcomes(tmp_path / "report.xml")
+
+    client = run.Client("library", "1.0", "accelerate", "Trainer", tolerance=0.01)
+    real = outcomes("[1.0, 2.0]", "[1.0, NaN]", "[1.0]", "[1.0, 2.0]")
+    result = run.Result(client, real, outcomes("[1.0, 2.005]", "[1.0, NaN]", "[1.0, 2.0]", "[1.0, 2.5]"), {})
+    assert result.lost == ["a::2", "a::3"]
+    assert result.error("a::2") == "2 losses instead of 1"
+    assert result.error("a::3") == "losses are up to 0.5 apart"
+    assert result.differences["a::0"] == pytest.approx(0.005)
+    assert "| 4 | 4 | 2 | 0 | inf |" in run.table([result])

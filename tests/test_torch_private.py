@@ -415,9 +415,15 @@ def test_the_layout_of_a_part_is_computed(split: Any) -> None:
 
 def test_layouts_of_results_are_forgotten(split: Any) -> None:
     cached = type(split)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_info
+    redistribute: Any = import_module(private.REDISTRIBUTES)
+    redistribute.get_redistribute_planner(split.device_mesh, split._spec.tensor_meta)
+    costs = import_module("torch.distributed.tensor._collective_utils").MeshTopoInfo.build_from_mesh
+    costs(split.device_mesh)
     (split + split).sum()
     private.forget_layouts()
     assert cached().currsize == 0
+    assert not redistribute._planner_cache
+    assert costs.cache_info().currsize == 0  # each would keep the mesh alive, and so the group's connections
     assert (split + split).sum().full_tensor() == 30
 
 

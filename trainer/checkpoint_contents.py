@@ -224,7 +224,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline. The epoch and step were derived from its counters. It "
-            "contains no random states, so random numbers will differ from those of the saved run."
+            "contains no RNG state, so random numbers will differ from those of the saved run."
         )
     return resumed
 

@@ -126,7 +126,7 @@ class DataSource:
         return without_shuffling(loader)
 
     def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
-        """Return this rank's shard of a loader."""
+        """Return a copy of a loader that yields only this rank's shard of the data."""
         strategy = self.run.strategy
         if strategy.num_data_ranks == 1 or not self.run.trainer.use_distributed_sampler:
             return loader

@@ -116,7 +116,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook of which ``name`` is a misspelling or an old name; None if ``name`` is the user's own method."""
+    """Return the hook whose misspelling or old name ``name`` is; None if ``name`` is the user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")

@@ -36,10 +36,10 @@ class FitLoop:
 
     Args:
         run: the prepared run, with its module set up.
-        resumed: this rank's part of the checkpoint that this fit resumes from, or None.
+        resumed: this rank's state in the checkpoint that this fit resumes from, or None.
 
     Attributes:
-        at_epoch_start: the host's random states when the first batch of the current epoch was requested.
+        at_epoch_start: the host's RNG states when the first batch of the current epoch was requested.
     """
 
     def __init__(self, run: Run, resumed: Resumed | None) -> None:
@@ -261,8 +261,8 @@ class FitLoop:
 
         After a resume, do only the work that the saved run had not done yet.
 
-        ``reason`` says why the run stops after this batch, if it does. Returns ``reason``, or a new reason from
-        validation.
+        ``reason`` is why the run stops after this batch; empty if it does not stop. Returns ``reason``, or a new reason
+        from validation.
         """
         state, validation = self.state, self.validation
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):

@@ -94,7 +94,7 @@ class LossReader:
             raise RuntimeError(
                 f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run "
                 "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
-                "backward, torch's anomaly trace names the operation."
+                "backward, torch's anomaly trace shows which operation failed."
             )
         return output
 
@@ -146,7 +146,7 @@ class LossWatch:
             f"{name} is {losses[name]} as of step {step}, epoch {epoch}. Training continues, but a loss that is not "
             "finite corrupts the weights and every checkpoint saved from then on. Check the data and the learning "
             "rate. The LossGuard callback skips such batches or returns to a good checkpoint. "
-            "Trainer(detect_anomaly=True) stops at the first such loss, and names the operation if the problem arose "
+            "Trainer(detect_anomaly=True) stops at the first such loss, and reports the operation if the problem arose "
             "in backward."
         )
 

@@ -348,7 +348,7 @@ class MetricRecord(Record):
 
 @contextmanager
 def not_synced(metric: Any) -> Iterator[None]:
-    """Context manager that lets a torchmetrics ``Metric`` compute from this process's data only."""
+    """Context manager inside which a torchmetrics ``Metric`` computes from this process's data only."""
     before, metric._to_sync = metric._to_sync, False
     try:
         yield

@@ -102,6 +102,8 @@ class MetricStore:
                 for f in Options._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
+            if not changed:  # compiled by torch 2.11, a named tuple differs from every tuple
+                return known
             hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
                 f"self.log({name!r}) was called in {hooks} with different arguments ({changed}), so it is not clear "
@@ -421,7 +423,7 @@ class MetricStore:
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """Return the function that computes the weight of values logged at a point in the run."""
+        """Return the function that computes how a value logged at this point in the run is weighted in a mean."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,7 +435,7 @@ class MetricStore:
         return self.state_dict() | {"sent": self.sent, "bar": self.progress_bar_metrics()}
 
     def take_over(self, found: dict[str, Any]) -> None:
-        """Take over the values that a run in another process logged; they stay on the CPU."""
+        """Use the values that a run in another process logged; they stay on the CPU."""
         self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
         self._bar.keep(found["bar"])
 
@@ -444,7 +446,7 @@ class MetricStore:
 
 
 def _alike(name: str) -> int:
-    """Return the weight of a value that is logged once per epoch."""
+    """Return 1, the weight of a value that is logged once per epoch."""
     return 1
 
 

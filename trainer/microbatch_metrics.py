@@ -75,8 +75,8 @@ class JoiningStep:
             name = next((name for name, module in self.module.named_modules() if module is value), None)
             if name is None:
                 raise ValueError(
-                    f"self.log({first.name!r}) got {messages.a(value)} that is not part of the module, so other "
-                    "processes of the pipeline do not know it. Assign it to an attribute in __init__."
+                    f"self.log({first.name!r}) got {messages.a(value)} that is not part of the module, so the other "
+                    "pipeline stages cannot find it. Assign it to an attribute of the module in __init__."
                 )
             return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]

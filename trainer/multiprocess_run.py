@@ -188,7 +188,10 @@ def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
 
 
 def _take_training(run: Run, packed: bytes | str) -> str:
-    """Take over the run's optimizers and schedulers; return why that is impossible, or an empty string."""
+    """Restore the optimizers and schedulers that a run in other processes used.
+
+    Return why that is impossible, or an empty string.
+    """
     run.optimizers, run.lr_scheduler_configs = [], []
     if isinstance(packed, str):
         return packed

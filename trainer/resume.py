@@ -1,6 +1,6 @@
-"""Each rank's own part of a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
+"""Each rank's own state in a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
-It contains random states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
+It contains RNG states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
 position. With a different number of ranks, some of this state is derived, and a single message reports which parts.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def gather_ranks(run: Run) -> list[dict[str, Any]]:
-    """Return each rank's part of the checkpoint, in rank order; every rank must call this."""
+    """Return the states of all ranks for the checkpoint, in rank order; every rank must call this."""
     run.strategy.barrier("save_checkpoint")  # errors about a rank that is waiting somewhere else show this name
     return run.strategy.gather_objects(_of_this_rank(run))
 
@@ -90,7 +90,7 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Resumed:
-    """This rank's part of a checkpoint, which the loop restores in several steps."""
+    """This rank's state in a checkpoint, which the loop restores in several steps."""
 
     def __init__(self, run: Run, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
         section = checkpoint.get("paceline", {})
@@ -156,7 +156,7 @@ class Resumed:
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
-            self.derived.append(f"the random states of {lacking} (seeded from the shuffle seed, the rank and the step)")
+            self.derived.append(f"the RNG states of {lacking} (seeded from the shuffle seed, the rank and the step)")
         if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
             self.derived.append(
                 "the epoch's running metrics (from the saved run's ranks, divided among the ranks of this run)"
@@ -166,13 +166,13 @@ class Resumed:
     # ---- the moments -----------------------------------------------------------------------------------------------
 
     def enter_epoch(self) -> None:
-        """Restore the random states from the start of the epoch, for samplers that draw from them."""
+        """Restore the RNG states from the start of the epoch, for samplers that draw from them."""
         if self._random:
             states = (self.own or {}).get("random_at_epoch_start")
             self._set(states, seed.mixed(self._seed, 1))
 
     def before_fetch(self) -> None:
-        """Restore the random states from just before the saved run prefetched its next batch."""
+        """Restore the RNG states from just before the saved run prefetched its next batch."""
         states = (self.own or {}).get("random_before_fetch")
         if self._random and states:
             seed.set_random_states(states)

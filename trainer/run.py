@@ -65,7 +65,7 @@ class Run:
         ckpt_path: the checkpoint that was loaded, or None.
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
         resumes: whether the fit restores more than a checkpoint's weights.
-        saves: the number of the latest save in this run or its folders.
+        saves: the number of the latest save in this run or its checkpoint folders.
         left: the data that a run in other processes left for a checkpoint; None after a run in this process.
         claims: the folders that this run has locked.
         shared_log_dir: rank 0's folder for the run; None with a single process.
@@ -141,7 +141,7 @@ class Run:
         return None if found is None else os.fspath(found)
 
     def count_save(self) -> int:
-        """Return the number of a new save, which is one more than the highest so far in this run and its folders."""
+        """Count a new save and return its number, one more than the latest in this run or its checkpoint folders."""
         self.saves += 1
         return self.saves
 

@@ -208,7 +208,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield the arguments that settings fill, and where each value comes from."""
+    """Yield the arguments whose values come from settings, and the source of each value."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,

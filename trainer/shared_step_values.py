@@ -35,7 +35,7 @@ class Sharing:
 
     Attributes:
         on: True if the processes meet here, or have not agreed yet whether they do.
-        muted: whether this process joins the next meeting without values, because its batch is only padding.
+        muted: whether this process contributes no values to the next meeting, because its batch is only padding.
         pending: the records updated since the last meeting, by key.
     """
 
@@ -48,7 +48,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """From now on, share the record's values at this point, if the user requested that."""
+        """Share a record's values at this point from now on, if the user requested ``sync_dist``."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:
@@ -174,7 +174,7 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these points without values, because this process's batch is only padding."""
+    """Join the other processes at these points, but contribute no values, because this batch is only padding."""
     for place in places:
         if place.on:
             place.meet(counts=False)

@@ -302,7 +302,7 @@ class Trainer:
                 restores the schedulers and the optimizers' settings (learning rate, weight decay, ...); without it, the
                 settings from ``configure_optimizers`` apply. ``"loops"`` restores the epoch, the step, the position in
                 the data and in the accumulation window, and the values logged so far in the epoch; without it, the fit
-                starts at epoch 0. ``"rng"`` restores the random states, and ``"callbacks"`` the callbacks' states.
+                starts at epoch 0. ``"rng"`` restores the RNG states, and ``"callbacks"`` the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -432,7 +432,7 @@ class Trainer:
         Args:
             filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
                 checkpoints.
-            weights_only: leave out optimizers, callbacks and random states; a run cannot resume from such a file.
+            weights_only: leave out optimizers, callbacks and RNG states; a run cannot resume from such a file.
             storage_options: passed to a custom CheckpointIO; must be None if there is none.
 
         Raises:
@@ -490,7 +490,7 @@ class Trainer:
             return run_in_processes(self, launcher, request)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context manager that creates layers on the run's device and in its dtype.
+        """Context manager in which new layers are created on the run's device and in its dtype.
 
         Args:
             empty_init: if True, do not initialize the weights, because they will be loaded. Under a strategy that

@@ -23,7 +23,7 @@ class Validation:
     Attributes:
         every: batches between validations in the current epoch; inf means after its last batch, and None means no
             validation.
-        random: the random states at the start of the current validation.
+        random: the RNG states at the start of the current validation.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,7 +42,7 @@ class Validation:
         return run.trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= run.trainer.max_epochs
 
     def sanity_check(self) -> None:
-        """Run a few validation batches before training, without changing metrics or random states."""
+        """Run a few validation batches before training, without changing metrics or RNG states."""
         run, hooks, metrics = self.run, self.run.hooks, self.run.metrics
         if not self.comes() or run.trainer.num_sanity_val_steps == 0:
             return
@@ -66,7 +66,10 @@ class Validation:
         return self.every is not None
 
     def due(self, batch_idx: int, reason: Reason) -> bool:
-        """Return True if validation is due after this batch. ``reason`` says why the run stops after it, if it does."""
+        """Return True if validation is due after this batch.
+
+        ``reason`` is why the run stops after this batch; empty if it does not stop.
+        """
         run, state = self.run, self.run.state
         if run.trainer.val_check_seconds is not None:
             late = time.monotonic() - self.last >= run.trainer.val_check_seconds

@@ -190,7 +190,7 @@ def _exactly(tensor: Tensor) -> Tensor:
 
 
 class _Part:
-    """This process's part of each batch."""
+    """Yields this process's shard of each batch."""
 
     def __init__(self, batches: Iterable[Any], trainer: Trainer) -> None:
         self.batches = list(batches)

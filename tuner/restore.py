@@ -42,7 +42,7 @@ class Kept:
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def random(self, device: torch.device) -> None:
-        """Save all random states, including those of the devices."""
+        """Save all RNG states, including those of the devices."""
         if torch.cuda.is_available() and device.type == "cuda":
             torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()

@@ -32,7 +32,8 @@ def take_lr(found: LRFinder, places: list[Place]) -> float | None:
             place.set(rate)
         words = messages.names([place.words for place in places], "and").replace("'", "")
         messages.info(
-            f"Set {words} to {rate:.4g} (was {before}), after a range test of {len(found.results['lr'])} steps."
+            f"The learning rate ({words}) was set to {rate:.4g} (previously {before}) after a range test of "
+            f"{len(found.results['lr'])} steps."
         )
     return rate
 
@@ -87,10 +88,10 @@ def take_size(run: Run, places: list[Place], given: Any, found: Found, effective
     decided = plan(found.size, effective, world) or Plan(found.size, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
-    also = f" and accumulate_grad_batches={decided.accumulate}" if effective is not None else ""
+    also = f", and accumulate_grad_batches to {decided.accumulate}" if effective is not None else ""
     messages.info(
-        f"Batch sizes tried: {'; '.join(map(str, found.trials))}. Set batch_size={decided.size}{also} (batch_size was "
-        f"{before}). Each update uses {learns} samples."
+        f"Batch sizes tried: {'; '.join(map(str, found.trials))}. batch_size was set to {decided.size} (previously "
+        f"{before}){also}. Each update uses {learns} samples."
     )
     return decided
 

@@ -30,7 +30,7 @@ class Tuner:
     """Finds a learning rate or a batch size before a fit, by running training steps on the module itself.
 
     Everything but the result is restored afterwards, so the fit is bit-identical to one without the search: weights,
-    buffers, random states, the position in the data, plain attributes of the module, and the Trainer's counters,
+    buffers, RNG states, the position in the data, plain attributes of the module, and the Trainer's counters,
     callbacks and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files,
     or instances of your own classes that the module holds) are not undone.
 

@@ -21,12 +21,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
         "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
-        "running code. Without --trust a file that names code is refused, with a list of that code."
+        "running code. Without --trust, a file that references code is refused, with a list of that code."
     )
     parser.add_argument("file", help="a file written by torch.save, such as a .ckpt of Lightning")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
-        "--trust", action="store_true", help="load objects too, which runs the code that the file names"
+        "--trust", action="store_true", help="load objects too, which runs the code that the file references"
     )
 
 
@@ -61,5 +61,5 @@ def _load(file: str, trusted: bool) -> Any:
             else "Install its package, or run this command where the program's modules can be imported: "
             "PYTHONPATH=FOLDER paceline checkpoint convert ..."
         )
-        raise RuntimeError(f"{file!r} names code that cannot be imported here: {error}. {fix}") from error
+        raise RuntimeError(f"{file!r} references code that cannot be imported: {error}. {fix}") from error
     return open_section(contents, file) if trusted and isinstance(contents, dict) else contents

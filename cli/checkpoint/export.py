@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--format",
         choices=_FORMATS,
         help="safetensors: only the weights (the default for *.safetensors); full: one file with everything; "
-        "weights: one file without optimizers, callbacks and random states",
+        "weights: one file without optimizers, callbacks and RNG states",
     )
 
 

@@ -57,7 +57,7 @@ def install(name: str) -> Path:
 
 
 def test(name: str, python: Path) -> bool:
-    """Run the tests of a service; whether all passed."""
+    """Run the tests of a service; return whether all passed."""
     private = WORK / name / "home"
     shutil.rmtree(private, ignore_errors=True)
     private.mkdir()

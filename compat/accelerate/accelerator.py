@@ -44,6 +44,7 @@ class Accelerator(accelerator.Accelerator):
         if not given and resolve()["use_deepspeed"]:
             kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
+        self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
@@ -56,8 +57,8 @@ class Accelerator(accelerator.Accelerator):
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
-        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self.state.deepspeed_plugin:
-            objects = tuple(created(objects, self.state.deepspeed_plugin))
+        if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed is not None:
+            objects = tuple(created(objects, self._deepspeed))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
         self._tell_schedules()

@@ -70,12 +70,12 @@ class SkipDataLoader(DataLoaderAdapter):
 
 
 class DataLoaderShard(DataLoaderAdapter):
-    """A loader whose data already is this process's part, or the loader that ``prepare`` returns.
+    """A loader whose data already is this process's shard, or the loader that ``prepare`` returns.
 
     Args:
         dataset: the dataset.
         device: where to move batches; None leaves them on the CPU.
-        rng_types: random states that all processes take from process 0 when a pass begins.
+        rng_types: RNG states that all processes take from process 0 when a pass begins.
         synchronized_generator: the generator that ``"generator"`` in ``rng_types`` stands for.
         skip_batches: number of batches to skip at the beginning of each pass.
         use_stateful_dataloader: whether the loader is also a torchdata StatefulDataLoader.

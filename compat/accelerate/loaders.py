@@ -30,7 +30,7 @@ class DataLoaderShard(PreparedLoader):
     handed out. Iterable datasets are read by process 0.
 
     Args:
-        rng_types: random states that all processes take from process 0 when a pass begins; see
+        rng_types: RNG states that all processes take from process 0 when a pass begins; see
             ``synchronize_rng_states``.
     """
 
@@ -94,21 +94,38 @@ class DataLoaderShard(PreparedLoader):
                 self._tell_differences()
 
     def _tell_differences(self) -> None:
-        """After a pass that trained, say where its numbers are not Accelerate's."""
-        window, steps, world = self.gradient_state.window, self.gradient_state.num_steps, self.strategy.num_data_ranks
+        """After a pass that trained, say where its numbers, or those of the next pass, are not Accelerate's."""
+        state, world = self.gradient_state, self.strategy.num_data_ranks
+        window, steps = state.window, state.num_steps
         if window.complete and not window.free and 0 < window.count < steps:
-            messages.info_once(
+            _tell(
                 f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean; "
-                f"Accelerate divides their sum by {steps}. Losses differ from Accelerate's from here on.",
+                f"Accelerate divides their sum by {steps}.",
                 key="the last window is short",
             )
+        if steps > 1 and sum(one.count > 0 for one in state.windows.values()) > 1:
+            _tell(
+                "Each argument of accumulate has a window of its own. Accelerate counts all accumulate blocks in one "
+                "window.",
+                key="several windows",
+            )
         if world > 1 and self._even and self.remainder > 0:
-            messages.info_once(
+            _tell(
                 f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
                 f"{world} processes. The processes share them, so that each sample counts once; Accelerate repeats "
-                "other samples. Losses differ from Accelerate's from here on.",
+                "other samples.",
                 key="the last batches are not full",
             )
+        if self._skip and self.seed is not None:
+            _tell(
+                "The pass after one over skip_first_batches(...) has the order of the next epoch. Accelerate's "
+                "seedable sampler repeats the order of the pass that skipped batches.",
+                key="the order after a pass that skipped batches",
+            )
+
+
+def _tell(difference: str, key: str) -> None:
+    messages.info_once(f"{difference} Losses differ from Accelerate's from here on.", key=key)
 
 
 def dispatches(loader: DataLoader[Any], config: DataLoaderConfiguration, device_placement: bool) -> bool:

@@ -98,6 +98,7 @@ _PLACES = {
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
     "compat.accelerate.gradient_state": "GradientState",
+    "compat.accelerate.inference": "prepare_pippy",
     "compat.accelerate.loader_classes": (
         "DataLoaderAdapter DataLoaderDispatcher DataLoaderShard SkipDataLoader get_sampler"
     ),
@@ -185,8 +186,8 @@ CONSTANTS: dict[str, Any] = {
 
 #: Error messages for names that can be imported but not called.
 _LEFT_OUT = {
-    "Paceline has no inference-only pipelines. Spread the model with dispatch_model(model, device_map='auto')": (
-        "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy"
+    "Use prepare_pippy(model, example_args=...), or dispatch_model": (
+        "build_pipeline find_pippy_batch_size generate_device_map pippy_forward"
     ),
     "Run `paceline config`, or paceline.settings.write_file": (
         "SubcommandHelpFormatter default_command_parser default_config_command description get_cluster_input "

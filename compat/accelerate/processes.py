@@ -97,7 +97,7 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a loader that yields this process's part of the data, or the part of the process that is described.
+    """Return a loader that yields one process's shard of the data: this process's, unless another one is specified.
 
     ``device`` is accepted and ignored, because batches go to this process's device. ``options`` are arguments of
     ``DataLoaderConfiguration``.

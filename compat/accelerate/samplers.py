@@ -1,4 +1,4 @@
-"""``accelerate``'s samplers and datasets that give each process its part, for loops that use them by hand.
+"""``accelerate``'s samplers and datasets that give each process its shard, for loops that use them directly.
 
 ``prepare`` does not need them. Like Accelerate's, they repeat samples from the beginning where the last ones do not
 fill a batch on every process.
@@ -96,7 +96,7 @@ class BatchSamplerShard(BatchSampler):
         return self._parts() if self.split_batches else self._turns()
 
     def _parts(self) -> Iterator[list[Any]]:
-        """This process's part of each batch."""
+        """Yield this process's shard of each batch."""
         size, first = self.batch_size, None
         rows = size // self.num_processes
         start = rows * self.process_index

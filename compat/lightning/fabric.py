@@ -232,7 +232,7 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Set up loaders, so that each process gets its part of the data, on its device.
+        """Set up loaders, so that each process gets its shard of the data on its device.
 
         Args:
             *dataloaders: the loaders.
@@ -323,7 +323,7 @@ class Fabric:
         return self.accelerator_of_loop.no_sync(original(module)) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context manager that runs operations in the chosen precision, as a module's forward does."""
+        """Context manager inside which operations run in the chosen precision, as in a module's forward pass."""
         return self.accelerator_of_loop.autocast()
 
     def to_device(self, obj: Any) -> Any:

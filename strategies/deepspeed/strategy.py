@@ -117,7 +117,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context manager that, with stage 3, partitions each layer of ``configure_model`` as soon as it is created."""
+        """Context manager that, with stage 3, partitions each layer as soon as ``configure_model`` creates it."""
         if self.stage < 3 or not dist.is_initialized():
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)

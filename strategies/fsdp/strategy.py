@@ -44,7 +44,7 @@ _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy
 class FSDPStrategy(DistributedStrategy):
     """``"fsdp"``: torch's ``fully_shard`` (Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO-3, Rajbhandari et al., 2020).
 
-    A step gathers the module's repeated blocks one by one. Parameters outside the blocks (the root's group) stay
+    A step gathers the module's repeated blocks one at a time. Parameters outside the blocks (the root's group) stay
     unsharded for the whole step, so ``training_step`` can use them directly.
 
     Mixed precision: weights are gathered in float32 and the step runs under autocast, so the results match a
@@ -185,7 +185,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager that creates layers. Weights loaded into meta-device layers are read after sharding."""
+        """Context manager for creating layers. Weights loaded into meta-device layers are read after sharding."""
         with super().init_context(), self._noting():
             yield
 

@@ -110,13 +110,13 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     if not kinds:
         messages.info_once(
             f"FSDP found no repeated blocks in {type(root).__name__}, so it gathers the whole model at once. For a "
-            "large model, list the classes to gather one by one: FSDPStrategy(wrap=[...])."
+            "large model, pass the classes whose instances should be gathered separately: FSDPStrategy(wrap=[...])."
         )
         return {}
     found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
     blocks = max(found, key=lambda blocks: (_size(blocks), len(blocks)))
     kind = type(next(iter(blocks.values()))).__name__
-    messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
+    messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one at a time.")
     return blocks
 
 

@@ -59,8 +59,8 @@ class SplitSequences:
         if absent:
             has = f"has the keys {list(named)}" if named else f"is {messages.a(batch)}"
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch {has}. Use the "
-                "batch's keys (indices for a tuple), or one number, the sequence dimension of all tensors."
+                f"ModelParallelStrategy(context_parallel_dims=...) has the key {absent[0]!r}, but the batch {has}. Use "
+                "the batch's keys (indices for a tuple), or one number, the sequence dimension of all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value

@@ -163,7 +163,7 @@ class Plan:
         result = call.finish(index, output)
         if is_fake(result) or any(map(is_fake, micro.leaves(output))):
             raise self._lacks_values(stage)
-        return result
+        return result.float()  # the dtype that the stage promises; torch 2.11 checks it
 
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
@@ -227,7 +227,7 @@ class Plan:
                     buffer.copy_(value)
 
     def _offer(self, stage: int) -> None:
-        """Tell the next stage which tensors this stage has, and find out which ones it needs."""
+        """Send the next stage a list of this stage's tensors, and receive which of them it needs."""
         passage = self.passages[stage]
         received = tuple(form.make(self.device) for form in passage.inputs)
         left, _ = self._reach(stage, self.first, received)

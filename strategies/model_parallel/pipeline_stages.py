@@ -56,7 +56,7 @@ class Passage:
         inputs: the forms of these tensors.
         sent: indices of the arguments of the next stage's first block that this stage sends.
         outputs: the forms of these tensors.
-        skipped: the results of each block before the stage, without values.
+        skipped: the results of each block before the stage, as fake tensors.
         carried: the stage's blocks that get tensors computed before its first block; None if not known yet.
     """
 
@@ -341,7 +341,7 @@ def is_weight(leaf: Any) -> bool:
 
 
 def is_fake(leaf: Any) -> bool:
-    """Return True if this is a tensor without values, from before a stage's first block."""
+    """Return True if this is a fake tensor, which stands for a result from before the stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 

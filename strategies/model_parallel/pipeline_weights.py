@@ -206,7 +206,7 @@ class Weights:
         return {name: found[name][0] for name in state if name in found}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> Any:
-        """Load this process's part of a full ``state_dict``."""
+        """Load this stage's tensors from a full state dict."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
             result = self.module.load_state_dict(state, strict=strict)
@@ -225,7 +225,7 @@ class Weights:
         return {**state, "state": dict(sorted(found.items()))}
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of a full optimizer state."""
+        """Return the entries of a full optimizer state for this stage's parameters."""
         indices = [index for group in state["param_groups"] for index in group["params"]]
         here = {index for index, p in zip(indices, parameters_of(optimizer), strict=True) if not p.is_meta}
         return {**state, "state": {index: entry for index, entry in state["state"].items() if index in here}}

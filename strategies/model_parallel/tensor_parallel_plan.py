@@ -130,8 +130,8 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     ]
     if not named:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True) found no layer that computes logits in {type(module).__name__} "
-            f"(a Linear with a name such as {', '.join(LAST[:3])}). Leave loss_parallel out, or rename the layer."
+            f"ModelParallelStrategy(loss_parallel=True) found no output layer in {type(module).__name__}, that is, no "
+            f"nn.Linear with a name such as {', '.join(LAST[:3])}. Leave loss_parallel out, or rename the layer."
         )
     name, head = named[-1]
     if id(head) in _shared_weights(module):

@@ -60,7 +60,7 @@ class Precision:
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Context manager that creates layers on ``device``, in this precision's dtype."""
+        """Context manager in which new layers are created on ``device``, in this precision's dtype."""
         return device
 
     def module_init_context(self) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import own_port
+from rank_processes import own_port, ranks
 
 from paceline.accelerator.launchers import debug_launcher, notebook_launcher
 from paceline.accelerator.process_state import AcceleratorState, PartialState
@@ -117,7 +117,7 @@ def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "match"),
     [
-        ({"num_nodes": 2}, NotImplementedError, "num_nodes=2.*paceline launch"),
+        ({"num_nodes": 2}, RuntimeError, r"There are 2 machines, but master_addr is not set(?s:.*)use_port=29500"),
         ({"max_restarts": 1}, NotImplementedError, "max_restarts=1"),
         ({"nodes": 2}, TypeError, "unexpected argument 'nodes'"),
         ({"num_processes": -1}, ValueError, "num_processes=-1 is not a valid number of processes"),
@@ -127,6 +127,20 @@ def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
 def test_what_a_notebook_cannot_do_is_refused(given: dict[str, Any], kind: Any, match: str) -> None:
     with pytest.raises(kind, match=match):
         notebook_launcher(stand, **given)
+
+
+def on_machine(port: int) -> Any:
+    """What one of two notebooks, each on a machine of its own, gets."""
+    machine = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    return notebook_launcher(stand, (machine,), 1, "bf16", port, "127.0.0.1", machine, 2)
+
+
+def test_notebooks_on_two_machines_train_together() -> None:
+    with own_port() as port:
+        first, second = ranks(2, on_machine, port)
+    assert (first[0], first[3], first[-1], second) == (2, "bf16", (0,), None)
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:

@@ -140,7 +140,7 @@ def test_g3_u7_the_random_states_of_ranks_that_were_not_there_are_derived_and_re
     assert first[0][2] == expected
     assert first[1][2] != expected
     assert [found[2] for found in first] == [found[2] for found in again]
-    assert "the random states of rank 1 (seeded from rank 0's state and the rank)" in capfd.readouterr().err
+    assert "the RNG states of rank 1 (seeded from rank 0's state and the rank)" in capfd.readouterr().err
 
 
 def test_g3_a_window_saved_by_two_processes_weighs_the_same_in_one(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_weights_of_a_state_are_of_use_to_a_trainer_and_those_of_a_trainer_h
     accelerator = Accelerator(cpu=True)
     model = TinyModule()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.warns(PacelineWarning, match=r"t\.ckpt'\) cannot restore everything: random states and the position"):
+    with pytest.warns(PacelineWarning, match=r"t\.ckpt'\) cannot restore everything: RNG states and the position"):
         accelerator.load_state(tmp_path / "t.ckpt")
     assert torch.equal(model.layer.weight, trained.layer.weight)
 

@@ -180,7 +180,7 @@ def test_f7_u24_a_tracker_that_is_not_installed_is_an_error_with_the_pip_line(
 
 @pytest.mark.parametrize("asked", ["tensorboard", "csv", ["wandb", "tensorboard"], Notes])
 def test_f5_a_tracker_that_writes_files_needs_a_directory(asked: Any) -> None:
-    with pytest.raises(ValueError, match=r"has no directory to write to. Set Accelerator\(project_dir="):
+    with pytest.raises(ValueError, match=r"no directory was given. Set Accelerator\(project_dir="):
         Trackers(asked)
 
 

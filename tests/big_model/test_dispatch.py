@@ -466,7 +466,7 @@ def test_a_model_without_values_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("device_map", "said"),
-    [({"start": "cpu"}, "does not cover"), ({"": 7}, "this process sees"), ({"": "cpu", "x": 0}, "names 'x'")],
+    [({"start": "cpu"}, "does not cover"), ({"": 7}, "this process sees"), ({"": "cpu", "x": 0}, "entry for 'x'")],
 )
 def test_maps_that_cannot_be_kept_are_refused_before_anything_moves(device_map: Any, said: str) -> None:
     model = made(Net)

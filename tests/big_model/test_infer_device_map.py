@@ -96,7 +96,9 @@ def test_i5_no_block_is_split_and_no_limit_passed(
     except ValueError as error:
         said = str(error)
         assert "max_memory" in said
-        assert any(part in said for part in ("is too small by", "buffers of offloaded", "no device to run on"))
+        assert any(
+            part in said for part in ("is too small by", "buffers of offloaded", "no device for the model to run on")
+        )
         return
     check_names(model, plan.device_map)
     for name, module in model.named_modules():
@@ -280,8 +282,8 @@ def test_tied_parameters_count_once_and_say_so() -> None:
         ({0: BLOCK, "cpu": "1GB"}, "auto", r"\{0: \d+\} .* \(Block\) while the previous part runs"),
         ({"cpu": "2GB", "disk": 10, 0: 0}, "automatic", "automatic"),
         ({"cpu": 3 * BLOCK, "disk": 1000}, "auto", r"does not fit on any device.* no room on cpu \(.*disk \("),
-        ({"disk": "1GB"}, "auto", "no device to run on"),
-        ({}, "auto", "no device to run on"),
+        ({"disk": "1GB"}, "auto", "no device for the model to run on"),
+        ({}, "auto", "no device for the model to run on"),
         ({"gpu": "1GB"}, "auto", "device in max_memory"),
         ({"cpu": "much"}, "auto", "max_memory.'cpu'.='much' is not a valid size"),
         ({"cpu": -1}, "auto", "is not a valid size"),
@@ -298,7 +300,7 @@ def test_limits_that_cannot_be_kept_are_named(limits: Any, word: str, said: str)
     ("device_map", "said"),
     [
         ({"start": "cpu"}, r"does not cover \d+ of the \d+ tensors in Net: shift"),
-        ({"": "cpu", "bloks.0": "disk"}, r"names 'bloks\.0', which Net does not have\..*blocks\.0"),
+        ({"": "cpu", "bloks.0": "disk"}, r"entry for 'bloks\.0', which is not in Net\..*blocks\.0"),
         ({"": "gpu"}, "unknown|Unknown|gpu"),
         ({"": 99}, "but this process sees"),
         ({"": "cuda:99"}, "but this process sees"),

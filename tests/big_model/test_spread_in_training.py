@@ -123,7 +123,7 @@ def test_what_limits_and_maps_cannot_mean_is_an_error() -> None:
     model = Net()
     with pytest.raises(TypeError, match=r"max_memory='2GB' is not a dict\. Pass .* such as \{'cpu': '2GB'\}"):
         plan_device_map(model, max_memory="2GB")  # type: ignore[arg-type]
-    with pytest.warns(PacelineWarning, match=r"no_split_module_classes names 'Blok'.* Did you mean 'Block'"):
+    with pytest.warns(PacelineWarning, match=r"no_split_module_classes contains 'Blok'.* Did you mean 'Block'"):
         plan_device_map(model, no_split_module_classes=["Blok"])
     with pytest.raises(ValueError, match=r"such as \{'': 'cuda'\} for all"):
         plan_device_map(model, "cuda")

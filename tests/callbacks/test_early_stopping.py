@@ -293,8 +293,8 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
             r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*are better",
         ),
         ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*a worse metric.*0 or more"),
-        ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*must be a whole number"),
-        ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*must be a whole number"),
+        ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*must be a non-negative integer"),
+        ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*must be a non-negative integer"),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:

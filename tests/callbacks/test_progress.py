@@ -251,7 +251,7 @@ def test_refresh_rate_0_defines_no_hook_that_draws() -> None:
 
 @pytest.mark.parametrize("refresh_rate", [-1, 0.5, "1", True, None])
 def test_a_refresh_rate_that_is_no_number_of_batches_is_refused(refresh_rate: Any) -> None:
-    with pytest.raises(ValueError, match=r"RichProgressBar: refresh_rate=.*must be an integer of at least 0"):
+    with pytest.raises(ValueError, match=r"RichProgressBar: refresh_rate=.*must be a non-negative integer"):
         RichProgressBar(refresh_rate=refresh_rate)
 
 

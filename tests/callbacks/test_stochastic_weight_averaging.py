@@ -419,7 +419,7 @@ def test_a_resume_without_the_callbacks_state_averages_the_epochs_left(tmp_path:
         ({"swa_lrs": []}, TypeError, ["swa_lrs=[]", "must be a positive number"]),
         ({"swa_epoch_start": 0}, ValueError, ["swa_epoch_start=0", "out of range", "at least 1"]),
         ({"swa_epoch_start": 1.5}, ValueError, ["swa_epoch_start=1.5", "out of range", "0.0 to 1.0"]),
-        ({"swa_epoch_start": "5"}, TypeError, ["swa_epoch_start='5'", "str", "integer, counting from 1"]),
+        ({"swa_epoch_start": "5"}, TypeError, ["swa_epoch_start='5'", "str", "integer (counted from 1)"]),
         ({"annealing_epochs": -1}, ValueError, ["annealing_epochs=-1", "must be at least 0"]),
         ({"annealing_strategy": "cosine"}, ValueError, ["'cosine'", "Did you mean 'cos'?", "Choose 'cos' or 'linear'"]),
         ({"avg_fn": 2}, TypeError, ["avg_fn=2", "is not callable", "Pass a function"]),

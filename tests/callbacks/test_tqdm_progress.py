@@ -212,7 +212,7 @@ def test_a_missing_tqdm_is_told_with_the_line_that_installs_it(monkeypatch: pyte
 
 @pytest.mark.parametrize("position", [-1, 0.5, True, "1"])
 def test_a_process_position_that_is_no_number_of_lines_is_refused(position: Any) -> None:
-    with pytest.raises(ValueError, match=r"process_position=.*must be a whole number"):
+    with pytest.raises(ValueError, match=r"process_position=.*must be a non-negative integer"):
         TQDMProgressBar(process_position=position)
 
 

@@ -372,5 +372,5 @@ def test_code_that_cannot_be_imported_is_named(
         for name in raw.namelist():
             changed.writestr(name, raw.read(name).replace(was, f"c{became}\n".encode()))
     answer = said(capsys, "convert", tmp_path / "y.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
-    assert "names code that cannot be imported here: " in answer
+    assert "references code that cannot be imported: " in answer
     assert told in answer

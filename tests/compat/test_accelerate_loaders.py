@@ -329,3 +329,20 @@ def test_what_differs_from_accelerate_is_said_once() -> None:
     ]
     assert even == [*uneven, "The last 6 of 16 samples do not fill a batch on each of 2 processes"]
     assert others == [[], []]
+
+
+def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
+    first, second, loader = accelerator.prepare(network(), network(), shuffled())
+    for models, batches, told in (
+        ([first], loader, False),
+        ([first, second], accelerator.skip_first_batches(loader, 2), True),
+    ):
+        for x, _ in batches:
+            for model in models:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+        assert ("Each argument of accumulate has a window of its own" in caplog.text) == told
+        assert ("has the order of the next epoch" in caplog.text) == told

@@ -46,15 +46,25 @@ def answer(module: str, name: str) -> str:
         return f"`paceline.{target.module}.{target.name}`"
     if name in names.UNSUPPORTED:
         return f"not here: {names.UNSUPPORTED[name]}"
-    return "the same value" if name in names.CONSTANTS else "answers for this machine"
+    return "a value" if name in names.CONSTANTS else "answers for this machine"
 
 
 def page() -> str:
     """The whole page."""
     rows = sorted(homes().items(), key=lambda item: (item[0].lower(), item[0]))
-    return HEAD + "".join(
+    listed = "".join(
         f"| `{name}` | `{module.removeprefix('accelerate').removeprefix('.')}` | {answer(module, name)} |\n"
         for name, module in rows
+    )
+    absent: dict[str, list[str]] = {}
+    for name, module in rows:
+        if answer(module, name).startswith("not here"):
+            absent.setdefault(names.UNSUPPORTED[name], []).append(f"`{name}`")
+    return (
+        HEAD
+        + listed
+        + "\n## Not here\n\n| names | instead |\n|---|---|\n"
+        + "".join(f"| {', '.join(found)} | {why} |\n" for why, found in sorted(absent.items()))
     )
 
 

@@ -63,6 +63,8 @@ def test_everything_prepared_is_marked() -> None:
     assert all(one._is_accelerate_prepared for one in prepared)
     assert accelerator.prepare_model(nn.Linear(1, 1))._is_accelerate_prepared
     assert "_is_accelerate_prepared" not in accelerator.get_state_dict(model)
+    AcceleratorState._reset_state()
+    assert accelerator.prepare(DataLoader([1.0]))._is_accelerate_prepared  # type: ignore[arg-type]
 
 
 def test_the_environment_can_choose_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,8 @@ def test_batch_sizes_shrink_by_a_tenth() -> None:
             raise RuntimeError(f"{text} out of memory.")
         return text
 
-    assert train() == "XPU"
+    search: Any = train
+    assert search() == "XPU"
     assert tried == [128, 115, 103, 92]
     assert memory.find_executable_batch_size(starting_batch_size=2)(lambda size: size)() == 2
     with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\."):

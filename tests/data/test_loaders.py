@@ -211,7 +211,7 @@ def test_a_fraction_that_means_whole_batches_gives_exactly_these(length, batches
 @pytest.mark.parametrize(
     ("source", "limit", "error", "text"),
     [
-        (loader(10), 1.5, ValueError, r"limit_val_batches=1.5 .*from 0.0 to 1.0\.$"),
+        (loader(10), 1.5, ValueError, r"limit_val_batches=1.5 .*between 0.0 and 1.0\.$"),
         (loader(10), 20.0, ValueError, r"limit_val_batches=20.0 .*; for 20 batches, use 20\."),
         (loader(10), -0.1, ValueError, r"limit_val_batches=-0.1"),
         (loader(10), float("nan"), ValueError, r"limit_val_batches=nan"),

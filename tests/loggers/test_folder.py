@@ -72,7 +72,7 @@ def test_without_a_name_versions_lie_in_the_save_dir(kind: Any, tmp_path: Path, 
 
 @pytest.mark.parametrize("version", [-1, 1.5, True, ""])
 def test_a_version_that_names_no_run_is_refused(kind: Any, tmp_path: Path, version: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a number of 0 or more.*Pass version=3"):
+    with pytest.raises(ValueError, match=r"must be a non-negative integer.*Pass version=3"):
         kind(tmp_path, version=version)
 
 

@@ -481,7 +481,7 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert "written on 2 ranks and this run has 1 rank" in said
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
-    assert "random states" not in said
+    assert "RNG states" not in said
 
 
 def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins_anew(
@@ -493,7 +493,7 @@ def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins
     assert [len(found[0]) for found in first] == [8, 8]
     assert first[0][1] != first[1][1]
     assert "the accumulation window, which starts over (1 batches" in first[0][2]
-    assert "the random states of rank 1 (seeded" in first[0][2]
+    assert "the RNG states of rank 1 (seeded" in first[0][2]
     assert first[1][2] == ""
 
 
@@ -517,7 +517,7 @@ def test_a_file_that_one_rank_wrote_alone_after_an_error_is_gone_on_from_by_all(
     found = ranks(2, resumed_on_two, tmp_path / "alone")
     assert [len(samples) for samples, *_ in found] == [8, 8]
     assert "The checkpoint does not contain everything" in found[0][2]
-    assert "the random states of rank 1 (seeded" in found[0][2]
+    assert "the RNG states of rank 1 (seeded" in found[0][2]
 
 
 def failing_on_two(path: Path) -> None:

@@ -372,7 +372,7 @@ def test_the_size_of_a_batch_sampler_that_was_given_is_said(caplog: pytest.LogCa
     assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16, effective_batch="keep") == 4
     assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16) == 16
     assert [len(batch[0]) for batch in loader] == [16] * 6
-    assert "Set batch_size=16 (batch_size was 4)" in caplog.text
+    assert "batch_size was set to 16 (previously 4)" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])

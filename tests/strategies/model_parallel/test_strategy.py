@@ -526,7 +526,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         split = SplitSequences(mesh, {"x": 1})
         with pytest.raises(ValueError, match=r"5 elements \('x', dimension 1\).*context_parallel=2"):
             split.cut({"x": torch.zeros(2, 5)})
-        with pytest.raises(ValueError, match=r"names 'x', but the batch has the keys \['y'\]"):
+        with pytest.raises(ValueError, match=r"has the key 'x', but the batch has the keys \['y'\]"):
             split.cut({"y": torch.zeros(2, 4)})
         with pytest.raises(ValueError, match=r"dimension 1 of 'x' is the sequence, but its shape is \(4,\)"):
             split.cut({"x": torch.zeros(4)})

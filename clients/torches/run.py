@@ -1,0 +1,115 @@
+"""Run the tests with other versions of torch, or of Python, each in an environment of its own.
+
+    make torches                                               the oldest and the newest torch that is supported
+    make torches TORCHES="--only 2.12.1 tests/strategies"      another one, and only some of the tests
+    make torches TORCHES="--only 2.15.0 --python python3.12"   with another Python
+
+An environment sees the packages of .venv and has only torch on top of them. With another Python it has packages of its
+own: the newest ones that the extra ``dev`` allows. A CUDA build of torch takes 5 GB, so each environment is deleted
+after its run, unless ``--keep`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from paceline import messages, torch_private
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORK = ROOT / ".torches"
+COUNTS = ("passed", "failed", "skipped")
+
+
+def oldest() -> str:
+    """The oldest version of torch that pyproject.toml allows."""
+    found = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    if found is None:
+        raise SystemExit("pyproject.toml has no line with torch>=.")
+    return found[1]
+
+
+def newest() -> str:
+    """The newest version of torch that the package calls tried."""
+    return ".".join(map(str, torch_private.NEWEST_TRIED))
+
+
+def requirement(version: str) -> str:
+    """What pip is asked for: the last patch of ``2.15``, exactly ``2.15.0``."""
+    return f"torch=={version}" + (".*" if version.count(".") == 1 else "")
+
+
+def install(folder: Path, version: str, interpreter: str | None) -> Path:
+    """Make an environment and return its Python."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([interpreter or sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    wanted = [requirement(version)]
+    if interpreter is None:
+        (inside,) = folder.glob("lib/python3.*/site-packages")
+        below = [f"import site; site.addsitedir({packages!r})" for packages in site.getsitepackages()]
+        (inside / "below.pth").write_text("\n".join(below) + "\n")
+    else:
+        wanted += ["-e", f"{ROOT}[dev]"]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*pip, *wanted], check=True)
+    return python
+
+
+def versions(python: Path) -> tuple[str, str]:
+    """The versions of torch and of Python that an environment really has."""
+    program = "import platform, torch; print(torch.__version__, platform.python_version())"
+    torch, own = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    return torch, own
+
+
+def test(python: Path, report: Path, paths: list[str]) -> tuple[int, ...]:
+    """Run the tests; return how many passed, failed and were skipped."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    subprocess.run([python, "-m", "pytest", *paths, *options], cwd=ROOT, env=environment, check=False)
+    return counts(report)
+
+
+def counts(report: Path) -> tuple[int, ...]:
+    """Read from pytest's report how many tests passed, failed and were skipped."""
+    if not report.exists():
+        return 0, 1, 0
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    all_of_them, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    return all_of_them - failed - skipped, failed, skipped
+
+
+def main() -> None:
+    """Test the versions that were asked for, and print the table of docs/versions.md for them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="VERSION", help="of torch; may be repeated")
+    parser.add_argument("--python", metavar="COMMAND", help="of another Python")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="what to run; all tests by default")
+    arguments = parser.parse_args()
+    rows = [("torch", "Python", *COUNTS)]
+    for version in arguments.only or (oldest(), newest()):
+        folder = WORK / f"{version}-{arguments.python or 'python'}".replace("/", "-")
+        try:
+            python = install(folder, version, arguments.python)
+            found = test(python, folder / "report.xml", arguments.tests)
+            rows.append((*versions(python), *map(str, found)))
+        finally:
+            if not arguments.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+    messages.answer(messages.table(rows))
+    raise SystemExit(any(passed == "0" or failed != "0" for _, _, passed, failed, _ in rows[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A model spread over processes for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import ranks
+from torch import nn
+
+from paceline import PartialState
+from paceline.compat.accelerate.inference import prepare_pippy
+
+
+@pytest.fixture(autouse=True)
+def no_state() -> None:
+    PartialState._reset_state()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def infer() -> Any:
+    state, model = PartialState(cpu=True), network()
+    pipeline = prepare_pippy(model, example_args=(torch.randn(3, 4),), num_chunks=2)
+    found = [pipeline(torch.arange(4.0 * rows).view(rows, 4)) for rows in (3, 5)]
+    both = prepare_pippy(network(), ["2"], example_args=(torch.randn(2, 4),), gather_output=True)
+    own = (torch.ones(2, 4),) if state.is_main_process else ()
+    return pipeline is model, pipeline.hf_split_points, found, both(*own)
+
+
+@pytest.mark.rotates(5)  # torch exports two graphs on each process
+def test_the_last_process_has_the_outputs_of_a_model_in_parts() -> None:
+    model = network()
+    expected = [model(torch.arange(4.0 * rows).view(rows, 4)) for rows in (3, 5)]
+    first, last = ranks(2, infer)
+    assert first[:3] == (True, ["3"], [None, None])
+    torch.testing.assert_close(last[2], expected)
+    torch.testing.assert_close([first[3], last[3]], [model(torch.ones(2, 4))] * 2)
+
+
+def test_one_process_keeps_the_model() -> None:
+    model = network()
+    assert prepare_pippy(model, example_args=(torch.randn(2, 4),)) is model
+    assert "forward" not in vars(model)
