@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -22,13 +23,17 @@ def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "
     file_of = {name: file for file, names in files.items() for name in names.split()}
     public = [*file_of, *own.split()]
 
+    @cache
+    def hint(name: str) -> str:  # libraries look for the same missing names again and again
+        from .messages import did_you_mean
+
+        return did_you_mean(name, public)
+
     def get(name: str) -> Any:
         if name in modules.split():
             return import_module(f".{name}", package)
         if name not in file_of:
-            from .messages import did_you_mean
-
-            raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, public)}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint(name)}")
         value = namespace[name] = getattr(import_module(f".{file_of[name]}", package), name)
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,14 @@ class ModelSummary(Callback):
             return
         # On all ranks, because the forward pass of a sharded module communicates.
         summary = Summary(pl_module, self._max_depth, _as_trained(trainer))
+        try:
+            inspect.signature(self.summarize).bind(trainer, pl_module, summary)
+        except TypeError:
+            raise TypeError(
+                f"{type(self).__name__}.summarize{inspect.signature(self.summarize)} cannot be called with (trainer, "
+                "pl_module, summary). Define it as summarize(self, trainer, pl_module, summary): the summary has the "
+                "table's rows and the totals, such as summary.layers and summary.total_parameters."
+            ) from None
         self.summarize(trainer, pl_module, summary)
 
     def summarize(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:

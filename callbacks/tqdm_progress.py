@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import io
 import os
 import shutil
 import sys
@@ -64,6 +66,12 @@ class TQDMProgressBar(DrawnProgressBar):
         if refresh_rate > 0:
             self._refresh_rate = max(refresh_rate, _miniters())
         self._process_position = process_position
+        #: The last bar of each kind, which can be read after the run too.
+        self._bars_made: dict[str, tqdm] = {}
+        self._file: io.TextIOBase | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_bars_made": {}, "_file": None}
 
     @property
     def process_position(self) -> int:
@@ -94,40 +102,51 @@ class TQDMProgressBar(DrawnProgressBar):
     @property
     def train_progress_bar(self) -> tqdm:
         """The tqdm bar for training."""
-        return self._drawn("train")
+        return self._made("train")
 
     @property
     def val_progress_bar(self) -> tqdm:
         """The tqdm bar for validation and for the sanity check."""
-        return self._drawn("validate", "sanity_check")
+        return self._made("validate")
 
     @property
     def test_progress_bar(self) -> tqdm:
         """The tqdm bar for testing."""
-        return self._drawn("test")
+        return self._made("test")
 
     @property
     def predict_progress_bar(self) -> tqdm:
         """The tqdm bar for prediction."""
-        return self._drawn("predict")
+        return self._made("predict")
 
-    def _drawn(self, *stages: str) -> tqdm:
-        drawn = self._surface.drawn if isinstance(self._surface, _Tqdm) else {}
-        found = [drawn[stage][1] for stage in stages if stage in drawn]
-        if not found:
+    def _made(self, stage: str) -> tqdm:
+        if stage not in self._bars_made:
             raise TypeError(
-                f"{type(self).__name__} has not drawn a bar of this kind yet ({stages[0]!r}). Bars are drawn in "
-                "terminals and notebooks while their loop runs. Override an init_*_tqdm method to change a bar."
+                f"{type(self).__name__} has not drawn a bar of this kind yet ({stage!r}). Bars are created when their "
+                "loop runs. Override an init_*_tqdm method to change a bar."
             )
-        return found[0]
+        return self._bars_made[stage]
+
+    def _create(self, stage: str, visible: bool = True) -> tqdm:
+        """Create a stage's tqdm bar; an invisible one only counts."""
+        self._file = None if visible else _Nowhere()
+        make = {
+            "sanity_check": self.init_sanity_tqdm,
+            "train": self.init_train_tqdm,
+            "validate": self.init_validation_tqdm,
+            "test": self.init_test_tqdm,
+            "predict": self.init_predict_tqdm,
+        }[stage]
+        made = self._bars_made["validate" if stage == "sanity_check" else stage] = make()
+        return made
 
     def _tqdm(self, description: str, leave: bool, below: int = 0) -> tqdm:
-        return _tqdm_class()(
+        return tqdm_class()(
             desc=description,
             position=2 * self._process_position + below,
             leave=leave,
             dynamic_ncols=True,
-            file=sys.stdout,
+            file=self._file or sys.stdout,
             bar_format=self.BAR_FORMAT,
             mininterval=0,
             miniters=1,
@@ -136,7 +155,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def _make_surface(self) -> Surface:
         if notebook_display() is None and not is_terminal(sys.stdout):
-            return PlainLines(lambda: sys.stdout, self.plain_seconds)
+            return _Plain(self)
         return _Tqdm(self, self._leave)
 
 
@@ -151,19 +170,61 @@ def _miniters() -> int:
         ) from None
 
 
-def _tqdm_class() -> Any:
+def tqdm_class() -> Any:
     """Return this output's tqdm class, changed to use no monitoring thread and not to measure speeds too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
         from tqdm import tqdm as base
+    return _changed(base)
 
+
+@functools.cache
+def _changed(base: Any) -> Any:
     def format_dict(self: Any) -> dict[str, Any]:
         known = base.format_dict.fget(self)  # type: ignore[attr-defined]
         too_short = known["elapsed"] < LEAST_SECONDS
         return {**known, "elapsed": 0, "rate": None} if too_short else known
 
     return type("tqdm", (base,), {"monitor_interval": 0, "format_dict": property(format_dict)})
+
+
+class _Nowhere(io.TextIOBase):
+    """The output of a bar that only counts."""
+
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+class _Plain(PlainLines):
+    """Plain lines, beside tqdm bars that only count, for programs that read them."""
+
+    def __init__(self, callback: TQDMProgressBar) -> None:
+        super().__init__(lambda: sys.stdout, callback.plain_seconds)
+        self._callback = callback
+        self._counting: dict[str, tqdm] = {}
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        self._count(bars)
+        super().draw(bars, metrics)
+
+    def _count(self, bars: Sequence[Bar]) -> None:
+        for bar in bars:
+            if bar.stage not in self._counting:
+                self._counting[bar.stage] = self._callback._create(bar.stage, visible=False)
+            counting = self._counting[bar.stage]
+            counting.total, counting.n = bar.total, bar.n
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        self._count(bars)
+        if bars[-1].stage != "train":
+            self._counting.pop(bars[-1].stage).close()
+        return super().finish(bars, metrics)
+
+    def close(self) -> None:
+        for counting in self._counting.values():
+            counting.close()
+        self._counting.clear()
 
 
 class _Tqdm(Surface):
@@ -181,13 +242,7 @@ class _Tqdm(Surface):
             "test": callback.test_description,
             "predict": callback.predict_description,
         }
-        self._make = {
-            "sanity_check": callback.init_sanity_tqdm,
-            "train": callback.init_train_tqdm,
-            "validate": callback.init_validation_tqdm,
-            "test": callback.init_test_tqdm,
-            "predict": callback.init_predict_tqdm,
-        }
+        self._callback = callback
         #: For each stage, our bar (None once it has left its line) and the tqdm bar that shows it.
         self.drawn: dict[str, tuple[Bar | None, tqdm]] = {}
 
@@ -205,7 +260,7 @@ class _Tqdm(Surface):
         """Return the tqdm bar that shows ``bar``: its own, the previous epoch's, or a new one."""
         shown, drawn = self.drawn.get(bar.stage, (None, None))
         if drawn is None:
-            drawn = self._make[bar.stage]()
+            drawn = self._callback._create(bar.stage)
         if shown is not bar:
             drawn.reset(bar.total)
             drawn.total = bar.total
@@ -222,6 +277,10 @@ class _Tqdm(Surface):
             for stage, (_, drawn) in self.drawn.items():
                 self.drawn[stage] = (None, drawn)
                 drawn.clear()
+            if "train" not in self.drawn:  # the epoch was too short to show
+                self._callback._create("train", visible=False).close()
+            counting = self._callback.train_progress_bar
+            counting.total, counting.n = bar.total, bar.n
             sys.stdout.write(ending_line(bars, metrics, shutil.get_terminal_size().columns))
             return True
         if len(bars) > 1 and bar.stage not in self.drawn and not self._leave:
@@ -233,7 +292,7 @@ class _Tqdm(Surface):
         return True
 
     def write(self, text: str) -> None:
-        _tqdm_class().write(text, file=sys.stdout, end="")
+        tqdm_class().write(text, file=sys.stdout, end="")
 
     def close(self) -> None:
         for bar, drawn in self.drawn.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,9 @@ from .argument_parser import (
     instantiate_class,
     with_class_path,
 )
+
+#: Arguments of fit that are in a config only if they were given, so that a config of fit fits other subcommands too.
+_ONLY_IF_GIVEN = ("restore",)
 
 
 class SaveConfigCallback(Callback):
@@ -220,7 +224,8 @@ class TrainerCLI:
             help_line = (getattr(owner, name).__doc__ or "").strip().partition("\n")[0]
             parser = self._subparsers[name] = self.init_parser(**{"description": help_line, **subparser_kwargs[name]})
             self._add_arguments(parser)
-            self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
+            added = self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
+            parser.set_defaults({one: SUPPRESS for one in added if one in _ONLY_IF_GIVEN})
             subcommands.add_subcommand(name, parser, help=help_line)
 
     @staticmethod

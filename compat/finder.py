@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import messages
+from . import type_names
 
 _PACKAGE = __name__.partition(".")[0]
 UNKNOWN: Any = object()
@@ -50,6 +51,7 @@ class Package:
         name: the name under which the package is imported.
         version: the version of the package that has these names; programs see it as the installed version.
         modules: the names in each module, by the module's full name.
+        everywhere: names that each module also has, because the package's modules import them from each other.
         constants: values for names that Paceline itself does not use.
         aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
@@ -63,6 +65,7 @@ class Package:
     name: str
     version: str
     modules: Mapping[str, Mapping[str, Target]]
+    everywhere: Mapping[str, Target] = field(default_factory=dict)
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     distributions: Collection[str] = ()
@@ -103,10 +106,11 @@ class Alias(ModuleType):
     def __getattr__(self, name: str) -> Any:
         package: Package = vars(self)["_package"]
         inner = f"{self.__name__}.{name}"
-        if name in self._targets:
-            value = self._targets[name].value()
-        elif inner in package.modules:
+        if name not in self._targets and inner in package.modules:
             return importlib.import_module(inner)
+        if (target := self._target(name)) is not None:
+            value = target.value()
+            type_names.add(value)
         elif name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         elif (value := package.fallback(name)) is UNKNOWN:
@@ -117,14 +121,20 @@ class Alias(ModuleType):
         vars(self)[name] = value
         return value
 
+    def _target(self, name: str) -> Target | None:
+        """Return where Paceline defines a name of this module."""
+        return self._targets.get(name) or self._package.everywhere.get(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a name both in this module and in Paceline's, so that a test can replace (mock) it.
 
         Importing a submodule does not hide a function of the same name.
         """
-        target = self._targets.get(name)
-        if isinstance(value, Alias) and target is not None:
+        if isinstance(value, Alias):
+            if name not in self._targets:
+                super().__setattr__(name, value)
             return
+        target = self._target(name)
         if target is not None and target.name and not name.startswith("__"):
             self._replaced.setdefault(name, target.value())
             setattr(target.owner(), target.name, value)
@@ -133,7 +143,7 @@ class Alias(ModuleType):
     def __delattr__(self, name: str) -> None:
         """Delete a name, and restore Paceline's value if it was replaced."""
         if name in self._replaced:
-            target: Target = self._targets[name]
+            target: Any = self._target(name)
             setattr(target.owner(), target.name, self._replaced.pop(name))
         super().__delattr__(name)
 

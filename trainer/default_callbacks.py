@@ -84,6 +84,7 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
     """Return the user's callbacks and the default ones, in call order."""
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
+    _refuse_several_bars(found)
     if not trainer.barebones:
         found += [brought for brought in _from_packages() if not any(type(c) is type(brought) for c in found)]
     for name, kind in SWITCHED.items():
@@ -155,6 +156,15 @@ def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
             raise ValueError(
                 f"Trainer({flag}) contradicts the {type(asked).__name__} among its callbacks. Leave one of them out."
             )
+
+
+def _refuse_several_bars(callbacks: list[Callback]) -> None:
+    bars = [type(one).__name__ for one in callbacks if isinstance(one, ProgressBar)]
+    if len(bars) > 1:
+        raise ValueError(
+            f"Trainer(callbacks=...) got {messages.names(bars, last='and')}, which would draw over each other. Pass "
+            "one progress bar."
+        )
 
 
 def _default(kind: type[Callback]) -> Callback:

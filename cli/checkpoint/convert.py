@@ -8,6 +8,14 @@ from typing import Any
 from ... import messages
 from ...checkpoint.storage import location
 
+#: Packages that Paceline can replace, each with its word for PACELINE_STANDS_IN.
+_REPLACED = {
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "accelerate": "accelerate",
+}
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
@@ -45,8 +53,13 @@ def _load(file: str, trusted: bool) -> Any:
     try:
         contents = single_file.load(file, trusted=trusted)
     except (AttributeError, ImportError) as error:
-        raise RuntimeError(
-            f"{file!r} references code that cannot be imported: {error}. Install its package, or run this command "
-            "where the program's modules can be imported: PYTHONPATH=FOLDER paceline checkpoint convert ..."
-        ) from error
+        package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
+        fix = (
+            "Run it with Paceline in place of that package: "
+            f"PACELINE_STANDS_IN={package} paceline checkpoint convert ..."
+            if package
+            else "Install its package, or run this command where the program's modules can be imported: "
+            "PYTHONPATH=FOLDER paceline checkpoint convert ..."
+        )
+        raise RuntimeError(f"{file!r} references code that cannot be imported: {error}. {fix}") from error
     return open_section(contents, file) if trusted and isinstance(contents, dict) else contents

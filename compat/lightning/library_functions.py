@@ -7,19 +7,26 @@ import math
 import os
 import pickle
 import statistics
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ... import messages
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.storage import is_remote, location
 from ...memory.out_of_memory_retry import clear_device_cache
+from ...processes.device_transfer import move
+from ...processes.seed import mixed, seed_host
+from ...utilities.rank_zero import rank_zero_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -276,6 +283,97 @@ def merge_dicts(
 
 
 # lightning.fabric.utilities
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed a data loader worker, for ``DataLoader(worker_init_fn=)``; each worker of each process gets its own seed.
+
+    A loader that a Trainer uses does not need it, because Paceline seeds workers itself.
+    """
+    rank = rank_zero_only.rank if rank is None else rank
+    seed_host(mixed(torch.initial_seed() - worker_id, worker_id, rank or 0))
+
+
+def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = None, timeout: int = 3) -> bool:
+    """Return True if all processes see the same files below ``path``. Call it in all processes.
+
+    Args:
+        strategy: the strategy of a Trainer or a Fabric.
+        path: an existing file or folder; None for the working directory.
+        timeout: seconds to wait for a file of process 0 to appear in the others.
+    """
+    if getattr(strategy, "world_size", 1) == 1 or (path is not None and not is_local(path)):
+        return True
+    folder = os.path.realpath(os.curdir if path is None else path)
+    of_all = partial(strategy.agree, all=True)
+    if not of_all(strategy.broadcast(folder) == folder):
+        return False
+    if not of_all(os.path.exists(folder)):
+        raise FileNotFoundError(f"{folder!r} does not exist in every process. Create it, or pass a folder that exists.")
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
+    mark = os.path.join(folder, strategy.broadcast(f".paceline_shared_{uuid.uuid4().hex}"))
+    if strategy.is_global_zero:
+        with open(mark, "x"):
+            pass
+    strategy.barrier()
+    end = time.monotonic() + timeout
+    while not os.path.exists(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    seen = of_all(os.path.exists(mark))
+    if strategy.is_global_zero:
+        os.remove(mark)
+    return seen
+
+
+def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
+    """Convert numbers and numpy arrays to tensors on ``device``, in nested dicts, lists and tuples; move tensors."""
+    if isinstance(data, Mapping):
+        return {name: convert_to_tensors(value, device) for name, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(convert_to_tensors(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(convert_to_tensors(value, device) for value in data)
+    for kind, dtype in ((bool, torch.uint8), (int, torch.int), (float, torch.float)):
+        if isinstance(data, kind):
+            return torch.tensor(data, dtype=dtype, device=device)
+    return move(torch.from_numpy(data) if type(data).__module__ == "numpy" else data, device)
+
+
+class LightningEnum(str, Enum):
+    """Base of enums of strings that compare equal to strings without regard to case."""
+
+    @classmethod
+    def from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self:
+        """Return the member with this name (``"key"``), this value, or either.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        for name, member in cls.__members__.items():
+            if source in ("key", "any") and name.lower() == value.lower():
+                return member
+        for member in cls if source in ("value", "any") else ():
+            if member == value:
+                return member
+        choices = [] if source == "value" else list(cls.__members__)
+        choices += [] if source == "key" else [member.value for member in cls]
+        raise ValueError(messages.unknown(cls.__name__, value, choices))
+
+    @classmethod
+    def try_from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self | None:
+        """Same as :meth:`from_str`, but warn and return None if there is no such member."""
+        try:
+            return cls.from_str(value, source)
+        except ValueError as error:
+            messages.warn(str(error))
+            return None
+
+    def __eq__(self, other: object) -> bool:
+        other = other.value if isinstance(other, Enum) else other
+        return self.value.lower() == str(other).lower()
+
+    def __hash__(self) -> int:
+        return hash(self.value.lower())
 
 
 def sized_len(dataloader: Any) -> int | None:

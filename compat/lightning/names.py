@@ -54,9 +54,11 @@ _HOMES = {
         "find_usable_cuda_devices garbage_collection_cuda get_filesystem get_init_args is_cuda_available is_picklable "
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters "
         "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
+        "pl_worker_init_function LightningEnum is_shared_filesystem convert_to_tensors "
         "sized_len convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
     ),
     "compat.lightning.fabric_wrappers": "is_wrapped",
+    "compat.lightning.tqdm_class": "Tqdm",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
@@ -149,7 +151,7 @@ _NOT_HERE = {
     "a Strategy shards and averages; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
-        "is_shared_filesystem prepare_for_backward remove_module_hooks"
+        "prepare_for_backward remove_module_hooks"
     ),
     "the loop stores step results itself": (
         "AbstractClosure ClosureResult ManualResult OutputResult RestartStage check_finite_loss"
@@ -174,13 +176,13 @@ _NOT_HERE = {
         "CHECKPOINT_PAST_HPARAMS_KEYS clean_namespace collect_init_args convert parse_class_init_keys "
         "save_hparams_to_tags_csv update_hparams"
     ),
-    "seed_everything also seeds loader workers": "max_seed_value min_seed_value pl_worker_init_function",
+    "seed_everything also seeds loader workers": "max_seed_value min_seed_value",
     "precision='64-true' converts the module itself": "LightningDoublePrecisionModule",
     "AcceleratorRegistry is a dict": "call_register_accelerators",
     "it has no meaning in Paceline": (
         "BType CONVERSION_DTYPES CPU_DEVICE FRAMEWORK_NAME LEFTOVER_PARAMS_NAME LOCAL_FILE_URI_PREFIX LRSchedulerType "
-        "LightningEnum MODULE_OPTIMIZERS ModuleType Steppable TBroadcast TModel TReduce T_destination Tqdm "
-        "UntypedStorage comet_experiment convert_to_tensors"
+        "MODULE_OPTIMIZERS ModuleType Steppable TBroadcast TModel TReduce T_destination "
+        "UntypedStorage comet_experiment"
     ),
 }
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
@@ -265,6 +267,7 @@ PACKAGE = Package(
     name="lightning",
     version=VERSION,
     modules=_table(),
+    everywhere=TARGETS,
     constants=CONSTANTS,
     aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
     distributions=("lightning", "pytorch-lightning", "lightning-fabric"),

@@ -342,3 +342,12 @@ def test_a_terminal_gets_a_table_that_it_does_not_break_and_a_pipe_the_whole_one
     assert len(rule) <= columns
     printed = seen(lambda: print(summarize(Trains(), 2)), columns)
     assert printed.text == summarize(Trains(), 2).text(columns)
+
+
+def test_a_summarize_with_other_arguments_is_refused_with_the_right_ones() -> None:
+    class Own(ModelSummary):
+        @staticmethod
+        def summarize(summary_data: Any, total_parameters: int, **more: Any) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(TypeError, match=r"Own\.summarize\(summary_data.*Define it as summarize\(self, trainer, pl_mod"):
+        Own().on_fit_start(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), Net())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -10,7 +11,7 @@ import pytest
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
-from paceline.callbacks import TQDMProgressBar
+from paceline.callbacks import RichProgressBar, TQDMProgressBar
 
 EVALUATIONS = [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
 
@@ -140,7 +141,10 @@ def test_a_loader_without_length_has_no_total(terminal: TerminalText) -> None:
 
 
 def test_output_that_is_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer_with(TQDMProgressBar()).fit(Shown(), tiny_loader(4), tiny_loader(2))
+    bar = TQDMProgressBar()
+    trainer_with(bar).fit(Shown(), tiny_loader(4), tiny_loader(2))
+    assert (bar.train_progress_bar.n, bar.train_progress_bar.total, bar.val_progress_bar.n) == (4, 4, 2)
+    assert pickle.loads(pickle.dumps(bar)).refresh_rate == 1
     text = capsys.readouterr().out
     assert [line.split(":")[0] for line in text.splitlines()] == ["Epoch 0/1", "Epoch 1/1"]
     assert "4/4 (100%)" in text
@@ -236,3 +240,9 @@ def test_the_bars_that_are_drawn_can_be_read_and_changed(terminal: TerminalText)
     with redirect_stdout(terminal):
         trainer_with(bar, max_epochs=1, num_sanity_val_steps=0).fit(Reads(), tiny_loader(3))
     assert "mine: " in terminal.getvalue()
+    assert bar.train_progress_bar.n == 3
+
+
+def test_one_progress_bar_is_enough() -> None:
+    with pytest.raises(ValueError, match="got 'TQDMProgressBar' and 'RichProgressBar', which would draw"):
+        Trainer(callbacks=[TQDMProgressBar(), RichProgressBar()], accelerator="cpu")

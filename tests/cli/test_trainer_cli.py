@@ -433,10 +433,13 @@ def test_the_config_is_saved_in_the_folder_of_the_run_and_makes_the_same_run() -
     cli = ran("fit", "--model.lr=0.3", defaults=QUIET | {"logger": logger})
     saved = Path(cli.trainer.log_dir or "", "config.yaml")
     assert saved.parent.parent.parent == Path("logs")
-    again = ran("fit", f"--config={saved}")
+    again = ran("fit", f"--config={saved}", "--restore=model")
     assert again.model.lr == 0.3
+    assert (again.config.fit.restore, again.trainer.current_run.request.restore) == ("model", ("model",))
     assert isinstance(again.trainer.logger, CSVLogger)
     assert not Path("config.yaml").exists()
+    evaluated = ran("validate", f"--config={saved}", save_config_callback=None)  # has no argument `restore`
+    assert evaluated.model.lr == 0.3
 
 
 def test_a_config_of_another_run_is_not_overwritten_unless_asked_for() -> None:

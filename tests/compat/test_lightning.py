@@ -37,6 +37,23 @@ assert L.Trainer is pl.Trainer is paceline.Trainer and pl.LightningModule is pac
 for module, targets in names.PACKAGE.modules.items():
     for name in targets:
         getattr(importlib.import_module(module), name)
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment  # that it has from another module
+from lightning.pytorch.trainer.trainer import LightningModule, seed_everything
+from unittest import mock
+from paceline.loggers import base
+assert Logger is base.Logger and rank_zero_experiment is base.rank_zero_experiment
+with mock.patch("lightning.pytorch.loggers.csv_logs.rank_zero_experiment", 1):
+    assert base.rank_zero_experiment == 1
+assert base.rank_zero_experiment is rank_zero_experiment
+import inspect, typing
+methods = [
+    method
+    for one in (L.LightningModule, L.LightningDataModule, L.Callback, pl.tuner.Tuner, pl.strategies.FSDPStrategy)
+    for name, method in inspect.getmembers(one, inspect.isroutine)
+    if name[0] != "_" and method.__module__.startswith("paceline")
+]
+assert len(methods) > 100 and all(isinstance(typing.get_type_hints(method), dict) for method in methods)
+assert typing.get_type_hints(L.Callback.on_fit_start)["trainer"] is L.Trainer
 for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightning_fabric"):
     assert importlib.metadata.version(package) == names.VERSION == pl.__version__
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
@@ -302,6 +319,28 @@ assert FSDPStrategy(device_mesh=(1, 4)).sizes == (1, 4)
 assert "device_mesh" in typing.get_type_hints(FSDPStrategy.__init__)
 assert not isinstance(inspect.signature(FSDPStrategy).parameters["device_mesh"].annotation, str)
 says(lambda: fsdp.save_checkpoint({}, "b.ckpt", storage_options=1), TypeError, "storage_options")
+
+# helpers
+import random
+from lightning.fabric.utilities.apply_func import convert_to_tensors
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities import LightningEnum, is_shared_filesystem
+
+drawn = []
+for worker in (0, 0, 1):
+    torch.manual_seed(5 + worker)  # as torch seeds workers
+    pl_worker_init_function(worker)
+    drawn.append((random.random(), torch.rand(1).item()))
+assert drawn[0] == drawn[1] != drawn[2], drawn
+made = convert_to_tensors({"a": [True, 2], "b": (0.5, "x", torch.ones(1).numpy())}, "cpu")
+assert [one.dtype for one in made["a"]] == [torch.uint8, torch.int] and made["b"][1] == "x"
+assert made["b"][0].dtype is torch.float and isinstance(made["b"][2], torch.Tensor)
+Word = LightningEnum("Word", {"one": "first", "two": "second"})
+assert Word.one == "FIRST" and Word.from_str("Two") is Word.two and Word.try_from_str("x") is None
+assert Word.from_str("First", source="value") is Word.one and len({Word.one, Word.one}) == 1
+assert is_shared_filesystem(trainer.strategy)
+assert Tqdm(total=4, disable=True).total == 4
 assert "ddp_spawn" in StrategyRegistry
 """
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 import pytest
 import torch
+from rank_processes import ranks
+from tiny import TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Trainer, TrainingModule
@@ -102,3 +105,27 @@ def test_the_demo_models_train_on_the_demo_data(model: type[demos.BoringModel], 
     assert not torch.equal(module.layer.weight, before)
     trainer.test(module, datamodule=data)
     assert len(trainer.predict(module, datamodule=data) or ()) == 2
+
+
+class Looks(TinyModule):
+    def on_fit_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.global_rank
+        shared = library_functions.is_shared_filesystem
+        same, other = Path("same"), Path(f"of_rank_{rank}")
+        same.mkdir(exist_ok=True)
+        other.mkdir()
+        self.found = [shared(strategy, same), shared(strategy, other), os.listdir(same)]
+        with pytest.raises(FileNotFoundError, match="does not exist in every process"):
+            shared(strategy, "nowhere")
+
+
+def look() -> Any:
+    module = Looks()
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    Trainer(strategy="ddp", max_steps=1, enable_model_summary=False, **quiet).fit(module, tiny_loader(2))
+    return module.found
+
+
+def test_a_folder_that_all_processes_see_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ranks(2, look) == [[True, False, []]] * 2

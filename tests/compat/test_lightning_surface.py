@@ -17,8 +17,9 @@ PAGE = Path(paceline.__file__).parent / "docs" / "lightning_names.md"
 HEAD = f"""# Names of Lightning
 
 Every public name of Lightning {names.VERSION}, and what a program gets that imports it under [the
-stand-in](from_lightning.md). A name that Paceline does not have can be imported too, for `isinstance` and to inherit
-from; calling it is an error that says what this table says.
+stand-in](from_lightning.md). Every module of `lightning` has these names, so a name can be imported wherever Lightning
+itself imports it. A name that Paceline does not have can be imported too, for `isinstance` and to inherit from; calling
+it is an error that says what this table says.
 
 | name | in `lightning...` | Paceline |
 |---|---|---|
