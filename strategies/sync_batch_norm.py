@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,34 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
-class TorchSyncBatchNorm:
+class LayerSync(ABC):
+    """A plugin that makes layers use the batches of all processes during a fit with several of them."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Change the model's layers in place and return the model. Called before the weights are placed or sharded."""
+
+    @abstractmethod
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo :meth:`apply`, in place, at the end of the fit, and return the model."""
+
+
+class TorchSyncBatchNorm(LayerSync):
     """A plugin with the same effect as ``Trainer(sync_batchnorm=True)``."""
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, nn.Module] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with synchronized batch norms."""
+        self._replaced = {name: layer for name, layer in model.named_modules() if type(layer) in KINDS}
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Return the model with its own batch norms, which share weights and statistics with the synchronized ones."""
+        for name, layer in self._replaced.items():
+            model.set_submodule(name, layer)
+        return model
 
 
 def trained(module: nn.Module) -> list[nn.Module]:

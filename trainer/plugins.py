@@ -10,9 +10,9 @@ from .. import messages
 from ..checkpoint.checkpoint_io import CheckpointIO
 from ..processes.environments import ClusterEnvironment
 from ..strategies.precision.base import Precision
-from ..strategies.sync_batch_norm import TorchSyncBatchNorm
+from ..strategies.sync_batch_norm import LayerSync
 
-Plugin = Precision | CheckpointIO | ClusterEnvironment | TorchSyncBatchNorm
+Plugin = Precision | CheckpointIO | ClusterEnvironment | LayerSync
 
 
 @dataclass
@@ -23,13 +23,13 @@ class Plugins:
         precision: the Precision, or None.
         checkpoint_io: the object that writes and reads checkpoints, or None.
         environment: how the launcher tells a process its rank; detected if None.
-        sync_batchnorm: whether BatchNorm uses the batches of all processes.
+        layer_sync: the object that makes layers use the batches of all processes, or None.
     """
 
     precision: Precision | None = None
     checkpoint_io: CheckpointIO | None = None
     environment: ClusterEnvironment | None = None
-    sync_batchnorm: bool = False
+    layer_sync: LayerSync | None = None
 
 
 def sort_plugins(given: Any) -> Plugins:
@@ -39,7 +39,7 @@ def sort_plugins(given: Any) -> Plugins:
         TypeError: an object is not a plugin.
         ValueError: two objects replace the same part.
     """
-    plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, TorchSyncBatchNorm)
+    plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, LayerSync)
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [] if given is None else [given]
     for kind in kinds:
         found = [plugin for plugin in listed if isinstance(plugin, kind)]
@@ -53,12 +53,12 @@ def sort_plugins(given: Any) -> Plugins:
             plugins.checkpoint_io = plugin
         elif isinstance(plugin, ClusterEnvironment):
             plugins.environment = plugin
-        elif isinstance(plugin, TorchSyncBatchNorm):
-            plugins.sync_batchnorm = True
+        elif isinstance(plugin, LayerSync):
+            plugins.layer_sync = plugin
         else:
             raise TypeError(
                 f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a "
-                "ClusterEnvironment or a TorchSyncBatchNorm; to replace other parts, use strategy= (with a Strategy "
+                "ClusterEnvironment or a LayerSync; to replace other parts, use strategy= (with a Strategy "
                 "object), logger= or callbacks=."
             )
     return plugins

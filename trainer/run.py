@@ -18,6 +18,7 @@ from ..processes import timings
 from ..processes.cpu_memory import freed_memory_kept
 from ..processes.signals import actions, watch
 from ..strategies.base import Strategy
+from ..strategies.sync_batch_norm import LayerSync
 from . import profiling
 from .arguments import Request
 from .checkpoint_saver import Saver
@@ -97,6 +98,7 @@ class Run:
         self.saves = 0 if before is None else before.saves
         self.left: Left | None = before and before.left
         self.shared_log_dir: str | None = None
+        self.layer_sync: LayerSync | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -219,6 +221,8 @@ class Run:
         if self.strategy.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.trainer.loggers]
         jobs += [partial(profiling.teardown, self, fn)]
+        if self.layer_sync is not None:
+            jobs += [partial(self.layer_sync.revert, self.module)]
         jobs += [self.saver.close, self.claims.release, self.source.release, self.strategy.teardown]
         if not failed:
             self.state.status = TrainerStatus.FINISHED

@@ -76,6 +76,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
     checkpoint = read_checkpoint(run, request, path)
     if request.fn == "fit":
         run.strategy.settle_batch_norm(module, run.trainer.sync_batchnorm)
+        synchronize_layers(run)
     run.model = run.strategy.setup_module(module) if run.strategy.places(module) else module
     scope = scope_of(run.trainer.compile)
     if scope == "networks":
@@ -92,6 +93,19 @@ def attach(run: Run, request: Request) -> Resumed | None:
     module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
+
+
+def synchronize_layers(run: Run) -> None:
+    """If the Trainer has a LayerSync, let it change the module's layers until the fit ends."""
+    plugin, module = run.trainer.layer_sync, run.module
+    if plugin is not None and run.strategy.num_data_ranks > 1:
+        changed = plugin.apply(module)
+        if changed is not module:
+            raise TypeError(
+                f"{type(plugin).__name__}.apply returned {messages.a(changed)} instead of the module. Change the "
+                "layers in place, and return the module itself."
+            )
+        run.layer_sync = plugin
 
 
 def limit_epochs(trainer: Trainer) -> None:

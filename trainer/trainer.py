@@ -33,6 +33,7 @@ from ..strategies.choose import StrategyName, choose_strategy
 from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
+from ..strategies.sync_batch_norm import TorchSyncBatchNorm
 from . import arguments as check
 from .arguments import Request
 from .compiled_step_checks import check_trainer
@@ -129,7 +130,7 @@ class Trainer:
             measure the bare loop.
         plugins: objects that replace parts of the Trainer, at most one of each kind: a Precision, a CheckpointIO (how
             checkpoints are written and read), a ClusterEnvironment (how a launcher tells a process its rank), or a
-            TorchSyncBatchNorm (the same as ``sync_batchnorm=True``).
+            LayerSync (how layers use the batches of all processes; TorchSyncBatchNorm is ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: recreate the loaders every n epochs; 0 means never.
         default_root_dir: the folder for logs and checkpoints, unless a logger or callback has its own; the working
@@ -257,7 +258,10 @@ class Trainer:
     def _place(self, plugins: Plugins, *where: Any) -> None:
         """Choose the strategy for the device arguments in ``where``, and the parts that plugins replace."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
-        self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
+        #: What makes layers use the batches of all processes, besides ``sync_batchnorm``; or None.
+        self.layer_sync = plugins.layer_sync
+        if type(self.layer_sync) is TorchSyncBatchNorm:
+            self.sync_batchnorm, self.layer_sync = True, None
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
         self.strategy.checkpoint_io = self.checkpoint_io
 

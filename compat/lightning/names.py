@@ -76,7 +76,7 @@ _HOMES = {
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
     "strategies.registry": "StrategyRegistry",
-    "strategies.sync_batch_norm": "TorchSyncBatchNorm",
+    "strategies.sync_batch_norm": "LayerSync TorchSyncBatchNorm",
     "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
@@ -140,7 +140,6 @@ _RENAMED = {
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
-    "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
     "choose one of the loggers in paceline.loggers": "LitLogger NeptuneLogger",
     "a Strategy sets up its own precision": "DeepSpeedPrecision FSDPPrecision",

@@ -304,7 +304,7 @@ class AcceleratorConnector:
         )
         self.use_distributed_sampler = use_distributed_sampler
         self.checkpoint_io: Any = given.checkpoint_io
-        self._layer_sync = TorchSyncBatchNorm() if sync_batchnorm or given.sync_batchnorm else None
+        self._layer_sync = given.layer_sync or (TorchSyncBatchNorm() if sync_batchnorm else None)
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
@@ -316,7 +316,7 @@ class AcceleratorConnector:
         one = object.__new__(cls)
         one.strategy, one.use_distributed_sampler = trainer.strategy, trainer.use_distributed_sampler
         one.checkpoint_io = trainer.checkpoint_io
-        one._layer_sync = TorchSyncBatchNorm() if trainer.sync_batchnorm else None
+        one._layer_sync = trainer.layer_sync or (TorchSyncBatchNorm() if trainer.sync_batchnorm else None)
         return one
 
     def __getattr__(self, name: str) -> Any:

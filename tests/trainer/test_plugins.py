@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import RanksError, ranks
 from tiny import TinyModule, tiny_loader
+from torch import nn
 
 from paceline import Trainer
-from paceline.callbacks import ModelCheckpoint
+from paceline.callbacks import LambdaCallback, ModelCheckpoint
 from paceline.checkpoint.checkpoint_io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from paceline.strategies import MixedPrecision, TruePrecision
-from paceline.strategies.sync_batch_norm import TorchSyncBatchNorm
+from paceline.strategies.sync_batch_norm import LayerSync, TorchSyncBatchNorm
 
 
 class InTwoFiles(CheckpointIO):
@@ -83,3 +85,48 @@ def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
         Trainer(**quiet, plugins=[TruePrecision("bf16-true"), MixedPrecision()])
     with pytest.raises(TypeError, match=r"got a str\. Pass a Precision, a CheckpointIO"):
         Trainer(**quiet, plugins="ddp")
+
+
+class Doubled(LayerSync):
+    """Layers that a user's plugin changes: one that multiplies by the number of processes."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self.own = dict(model.named_children())
+        for name, layer in self.own.items():
+            setattr(model, name, nn.Sequential(layer, nn.Identity()))
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        for name, layer in self.own.items():
+            setattr(model, name, layer)
+        return model
+
+
+class Returns(Doubled):
+    def apply(self, model: nn.Module) -> nn.Module:
+        return nn.Sequential(model)
+
+
+def test_a_users_layer_sync_changes_the_layers_of_a_fit_with_several_processes(quiet: dict[str, Any]) -> None:
+    def fit(devices: int, plugin: LayerSync) -> Any:
+        seen: list[Any] = []
+        module = TinyModule()
+        before = dict(module.named_children())
+        look = LambdaCallback(
+            on_train_start=lambda trainer, module: seen.append(dict(module.named_children()) == before)
+        )
+        options = {**quiet, "strategy": "ddp", "devices": devices, "callbacks": [look], "max_steps": 1}
+        Trainer(**options, plugins=[plugin]).fit(module, tiny_loader())
+        return seen, dict(module.named_children()) == before
+
+    assert ranks(2, fit, 2, Doubled()) == [([False], True)] * 2
+    assert ranks(1, fit, 1, Doubled()) == [([True], True)]
+    with pytest.raises(RanksError, match=r"Returns\.apply returned a Sequential instead of the module"):
+        ranks(2, fit, 2, Returns())
+
+
+def test_synchronized_batch_norms_can_be_taken_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
+    before, plugin = list(model.modules()), TorchSyncBatchNorm()
+    assert sum(isinstance(layer, nn.SyncBatchNorm) for layer in plugin.apply(model).modules()) == 2
+    assert [id(layer) for layer in plugin.revert(model).modules()] == [id(layer) for layer in before]
