@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .arguments import Request
     from .resume import Resumed
     from .run import Run
-    from .trainer import Trainer
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
@@ -108,18 +107,13 @@ def synchronize_layers(run: Run) -> None:
         run.layer_sync = plugin
 
 
-def limit_epochs(trainer: Trainer) -> None:
-    """Limit training to 1000 epochs if nothing else limits it."""
-    if trainer.max_epochs is None:
-        timed = any(callback.limits_training for callback in trainer.callbacks)
-        if trainer.max_steps == -1 and not timed:
-            messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
-        trainer.max_epochs = -1 if trainer.max_steps != -1 or timed else 1000
-
-
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Set up weights and optimizers, call ``on_fit_start``, log hyperparameters and restore the checkpoint."""
-    limit_epochs(run.trainer)
+    if run.trainer.max_epochs is None:
+        timed = any(callback.limits_training for callback in run.trainer.callbacks)
+        if run.trainer.max_steps == -1 and not timed:
+            messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
+        run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
         restore_model(run, checkpoint, parts)

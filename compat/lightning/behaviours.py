@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -147,12 +148,10 @@ def _replace_methods() -> None:
     from ...trainer.data_source import DataSource
     from ...trainer.loop import FitLoop
     from ...trainer.optimizers import ManagedOptimizer
-    from ...trainer.start_run import limit_epochs
     from ...trainer.state import RunState
     from ...trainer.trainer import Trainer
     from . import plugins
 
-    create: Any = Trainer.__init__
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
     around: Any = Profiler.around
@@ -160,10 +159,6 @@ def _replace_methods() -> None:
     def place(trainer: Trainer, *args: Any) -> None:
         placed(trainer, *args)
         plugins.remember(trainer)
-
-    def create_limited(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        create(trainer, *args, **kwargs)
-        limit_epochs(trainer)
 
     replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
@@ -175,7 +170,7 @@ def _replace_methods() -> None:
         (RunState, "__eq__"): _same_state,
         (Trainer, "_place"): place,
     }
-    replacements[Trainer, "__init__"] = speak_again(create_limited)
+    replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
@@ -198,7 +193,7 @@ def _translate_errors() -> None:
                 setattr(owner, method, translated(function))
                 if method == "__init__":
                     with suppress(NameError):  # for a type that only type checkers import
-                        function.__annotations__ = get_type_hints(function)
+                        inspect.unwrap(function).__annotations__ = get_type_hints(function)
 
 
 def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
