@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from . import single_file, storage
-from .plain_data import plain
 from .read import read
-from .snapshot import Buffers
 
 
 class CheckpointIO(ABC):
@@ -83,7 +80,9 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Runs the writes of another CheckpointIO in the background, after copying the tensors.
+    """Makes a Trainer write with another CheckpointIO in the background, after it has copied the tensors.
+
+    A direct call of :meth:`save_checkpoint` returns once the checkpoint is written.
 
     Args:
         checkpoint_io: writes and reads the files; None means :class:`TorchCheckpointIO`.
@@ -93,28 +92,13 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         self.checkpoint_io = checkpoint_io or TorchCheckpointIO()
-        self._write: Future[None] | None = None
 
     @property
     def has_own_form(self) -> bool:
         return self.checkpoint_io.has_own_form
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Copy the checkpoint and return while a thread writes it. Waits for the previous write first.
-
-        A Trainer does not call this method, but writes in its own thread and waits for it when necessary.
-        """
-        self._wait()
-        copied = Buffers().copy(plain(checkpoint, "checkpoint"))
-        thread = ThreadPoolExecutor(1)
-        self._write = thread.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options)
-        thread.shutdown(wait=False)
-
-    def _wait(self) -> None:
-        """Wait for the current write, if any, and raise its error."""
-        write, self._write = self._write, None
-        if write is not None:
-            write.result()
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(path, map_location, weights_only)
@@ -123,7 +107,4 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        try:
-            self._wait()
-        finally:
-            self.checkpoint_io.teardown()
+        self.checkpoint_io.teardown()

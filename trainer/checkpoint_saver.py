@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import sharded_folder, storage
-from ..checkpoint.checkpoint_io import AsyncCheckpointIO, CheckpointIO
+from ..checkpoint.checkpoint_io import CheckpointIO
 from ..checkpoint.plain_data import plain
 from ..checkpoint.snapshot import Buffers, size_bytes
 from ..processes.timings import phase
@@ -117,8 +117,6 @@ class Saver:
         if background:
             strategy = strategy.beside() if in_parts else strategy
             checkpoint = self._copied(checkpoint) if in_parts or strategy.is_global_zero else {}
-        if type(io) is AsyncCheckpointIO:  # the copy and the thread are handled here
-            io = io.checkpoint_io
         self._write = _Write(checkpoint, paths, storage_options, in_parts, io, strategy, after, settled)
         if not background:
             self._write.run()

@@ -223,7 +223,13 @@ class Run:
         jobs += [partial(profiling.teardown, self, fn)]
         if self.layer_sync is not None:
             jobs += [partial(self.layer_sync.revert, self.module)]
-        jobs += [self.saver.close, self.claims.release, self.source.release, self.strategy.teardown]
+        jobs += [
+            self.saver.close,
+            self.trainer.checkpoint_io.teardown,
+            self.claims.release,
+            self.source.release,
+            self.strategy.teardown,
+        ]
         if not failed:
             self.state.status = TrainerStatus.FINISHED
         try:

@@ -65,6 +65,32 @@ def test_checkpoints_go_through_a_users_own_and_a_fit_resumes_from_them(quiet: d
     torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=0)
 
 
+class InBackground(AsyncCheckpointIO):
+    """A subclass; notes which files are there after each write."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.left, self.ended = folder, [], 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.left.append(sorted(file.name for file in self.folder.glob("*.ckpt")))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.ended += 1
+
+
+def test_a_write_in_the_background_is_on_disk_before_older_files_go_and_a_run_ends_its_plugin(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    plugin = InBackground(tmp_path)
+    trainer = fitted(quiet, tmp_path, plugin)
+    assert plugin.left == [["epoch=0.ckpt"], ["epoch=0.ckpt", "epoch=1.ckpt"], ["epoch=1.ckpt", "epoch=2.ckpt"]]
+    assert (plugin.ended, sorted(file.name for file in tmp_path.glob("*.ckpt"))) == (1, ["epoch=2.ckpt"])
+    assert plugin.load_checkpoint(tmp_path / "epoch=2.ckpt")["global_step"] == trainer.global_step
+
+
 @pytest.mark.parametrize("plugin", [TorchCheckpointIO, AsyncCheckpointIO])
 def test_paceline_s_own_writes_what_is_written_without_it(
     plugin: type[CheckpointIO], quiet: dict[str, Any], tmp_path: Path
