@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from torch import Tensor, nn
 
 from ..doctor.doctor import Doctor
-from ..doctor.own_loop import PlannedLoop, Wiring
+from ..doctor.own_loop import OwnLoop, PlannedLoop
 from ..doctor.script_options import Plan
 from ..memory.out_of_memory_retry import release_memory
 from ..processes.cpu_memory import keep_freed_memory
@@ -24,7 +24,8 @@ from .gradients import Gradients
 from .kwargs_handlers import ProfileKwargs
 from .loaders import skip_first_batches
 from .model_weights import ModelWeights
-from .models import refuse_processes, restore, unwrapped
+from .models import refuse_processes, unwrap_model
+from .observed_methods import time_methods
 from .optimizers import AcceleratedOptimizer
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
@@ -63,6 +64,22 @@ T2 = TypeVar("T2")
 T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
+
+#: Methods that the doctor times, and the part of a step that each belongs to.
+_TIMED = {
+    "backward": "backward",
+    "clip_grad_norm_": "optimizer",
+    "clip_grad_value_": "optimizer",
+    "gather": "communication",
+    "gather_for_metrics": "communication",
+    "reduce": "communication",
+    "pad_across_processes": "communication",
+    "wait_for_everyone": "communication",
+    "log": "logging",
+    "save_state": "checkpoint",
+    "save_model": "checkpoint",
+    "save": "checkpoint",
+}
 
 
 class Accelerator(Facts):
@@ -243,8 +260,8 @@ class Accelerator(Facts):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model is returned as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed, pass a
-        model and its optimizer in the same call.
+        A model is returned as the same object, ready to train on this run's devices. Several calls do the same as one.
+        Under FSDP and DeepSpeed, prepare a model before its optimizer, or both in the same call.
 
         Args:
             *objects: the objects.
@@ -416,17 +433,8 @@ class Accelerator(Facts):
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the module without its ``torch.compile``, DataParallel and DistributedDataParallel wrappers.
-
-        Args:
-            model: the model.
-            keep_fp32_wrapper: if False, restore the module's own forward, so that it is a plain module again.
-            keep_torch_compile: accepted and ignored.
-        """
-        found = unwrapped(model)
-        if not keep_fp32_wrapper and isinstance(found, nn.Module):
-            restore(found)
-        return found
+        """Return the module without its wrappers; see :func:`.models.unwrap_model`."""
+        return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables.
@@ -526,6 +534,8 @@ class Accelerator(Facts):
 
     def end_training(self) -> None:
         """Close all trackers. The process leaves the process group only when the program ends."""
+        for observer in self.gradient_state.observers:
+            observer.training_ends()
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
@@ -540,7 +550,12 @@ class Accelerator(Facts):
                 directory.
             write: whether to write these files; if False, only print the report.
         """
-        return Wiring(self, Doctor(dirpath, write=write)).examined()
+        return OwnLoop(self, Doctor(dirpath, write=write)).examined()
+
+    def observe(self, *observers: OwnLoop) -> None:
+        """Time this Accelerator's methods and everything that it prepares, for these observers only."""
+        time_methods(self, _TIMED, observers)
+        self.prepared.observe(observers)
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Context manager inside which processes may have different numbers of batches."""

@@ -210,6 +210,13 @@ class PreparedLoader(DataLoader[Any]):
         return one, iterator
 
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        """Yield the batches of a pass, timed for the observers."""
+        found = partial(self._yield_batches, one)
+        for observer in self.gradient_state.observers:
+            found = partial(observer.one_pass, self, found)
+        return found(iterator)
+
+    def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         own, batches, state, done, last = vars(self), one.batches, self.gradient_state, one.done, one.length
         state.begin(self)
         try:

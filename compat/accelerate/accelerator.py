@@ -17,7 +17,6 @@ from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .gradient_state import newest_is
 from .loader_classes import prepared
-from .models import extract_model_from_parallel
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -71,10 +70,6 @@ class Accelerator(accelerator.Accelerator):
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _mark_models(self) -> None:
         for model in self._models:

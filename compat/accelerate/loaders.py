@@ -83,11 +83,11 @@ class DataLoaderShard(PreparedLoader):
     def _looks_ahead(self) -> bool:
         return True
 
-    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+    def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
         try:
-            yield from super()._hand_out(one, iterator)
+            yield from super()._yield_batches(one, iterator)
             self._place.epoch += 1
         finally:  # some loops take the last batch, but do not ask for another one
             if use.seen and self.end_of_dataloader:

@@ -14,37 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...accelerator import accelerator as own
 from ...accelerator.model_weights import save_object
-from ...accelerator.models import restore, unwrapped
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...strategies.compile_networks import compile_one, compile_repeated
-from ...torch_private import compiler_of, inside_compiled, is_compiled
+from ...torch_private import compiler_of, is_compiled
 from .probes import is_peft_model
-
-
-def extract_model_from_parallel(
-    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> Any:
-    """Return the module without its wrappers, except that ``torch.compile``'s is kept by default.
-
-    With ``keep_fp32_wrapper=False``, the module's own forward is restored, also if a program keeps it as
-    ``_original_forward``.
-    """
-    found = unwrapped(model)
-    if recursive and isinstance(found, nn.Module):
-        for name, child in list(found.named_children()):
-            setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
-    if not keep_fp32_wrapper and isinstance(found, nn.Module):
-        restore(found)
-        own = vars(found).pop("_original_forward", None)
-        if own is not None:
-            found.forward = own
-    while isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
-    return model if keep_torch_compile and compiler_of(model) is not None and inside_compiled(model) is found else found
 
 
 def is_compiled_module(module: Any) -> bool:
