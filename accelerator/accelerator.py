@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
 
+from .. import messages
 from ..doctor.doctor import Doctor
 from ..doctor.own_loop import OwnLoop, PlannedLoop
 from ..doctor.script_options import Plan
@@ -22,7 +23,7 @@ from .accumulation import GradientState, Window
 from .arguments import read_arguments
 from .gradients import Gradients
 from .kwargs_handlers import ProfileKwargs
-from .loaders import skip_first_batches
+from .loaders import refuse_slice_fn, skip_first_batches
 from .model_weights import ModelWeights
 from .models import refuse_processes, unwrap_model
 from .observed_methods import time_methods
@@ -110,7 +111,8 @@ class Accelerator(Facts):
         deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging RNG states.
+        rng_types: random states (``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``) that all processes take
+            from process 0 when a pass over a loader begins. They always agree on the sample order (``"generator"``).
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -180,6 +182,7 @@ class Accelerator(Facts):
             kwargs_handlers=kwargs_handlers,
             dynamo_plugin=dynamo_plugin,
             parallelism_config=parallelism_config,
+            rng_types=rng_types,
         )
         strategy = arguments.strategy
         self.settings = arguments.settings
@@ -203,6 +206,7 @@ class Accelerator(Facts):
             output_dtype=arguments.settings["output_dtype"],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps=arguments.settings["scheduler_steps"],
+            rng_types=arguments.rng_types,
         )
         self.windows = Windows(strategy, self.gradient_state, self.prepared)
         self.gradients = Gradients(strategy, self.gradient_state, self.prepared)
@@ -305,11 +309,25 @@ class Accelerator(Facts):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare one loader."""
-        return self.prepared.loader(data_loader, device_placement)
+        """Prepare one loader.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether to move batches to the device; None uses the Accelerator's setting.
+            slice_fn_for_dispatch: not supported for a loader that only process 0 reads; no effect on any other.
+        """
+        found = self.prepared.loader(data_loader, device_placement)
+        refuse_slice_fn("accelerator.prepare_data_loader", found, slice_fn_for_dispatch=slice_fn_for_dispatch)
+        return found
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, whose state is always on the device of its parameters."""
+        messages.ignored(
+            "accelerator.prepare_optimizer",
+            "an optimizer's state is always on the device of its parameters",
+            unless=True,
+            device_placement=device_placement,
+        )
         return self.prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

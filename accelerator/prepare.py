@@ -56,6 +56,7 @@ class Prepared:
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
+        rng_types: random states that all processes take from process 0 when a pass over a loader begins.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         optimizer_kind: class of the prepared optimizers.
@@ -72,6 +73,7 @@ class Prepared:
     output_dtype: str
     step_scheduler_with_optimizer: bool
     scheduler_steps: str
+    rng_types: Sequence[str]
     placements: dict[int, PreparedModel] = field(default_factory=dict)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
@@ -303,10 +305,11 @@ class Prepared:
             loader,
             self.strategy,
             self.dataloader_config,
-            self.gradient_state,
-            self.seed,
-            self.device_placement if place is None else place,
             self.loader_kind,
+            gradient_state=self.gradient_state,
+            seed=self.seed,
+            device_placement=self.device_placement if place is None else place,
+            rng_types=self.rng_types,
         )
         self.loaders.append(prepared)
         return prepared

@@ -14,7 +14,7 @@ from ..processes.seed import numpy_random, seed_everything
 from ..strategies.base import Strategy
 from .process_state import PartialState
 
-_KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
+KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -43,8 +43,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator | None = None) -> None:
     """Like :func:`synchronize_rng_state`, but among the processes of the given strategy."""
-    if kind not in _KINDS:
-        raise ValueError(messages.unknown("rng_type", kind, _KINDS))
+    if kind not in KINDS:
+        raise ValueError(messages.unknown("rng_type", kind, KINDS))
     if kind == "python":
         random.setstate(strategy.broadcast(random.getstate()))
     elif kind == "numpy":

@@ -46,7 +46,7 @@ class Accelerator(accelerator.Accelerator):
         self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ... import messages
 from ...accelerator import accelerator as own
 from ...accelerator.model_weights import save_object
 from ...accelerator.optimizers import AcceleratedOptimizer
@@ -88,6 +89,7 @@ def save_fsdp_model(
 ) -> None:
     """Write a prepared model's weights to ``pytorch_model_fsdp.bin``. Every process must call this."""
     _refuse_adapters(model, adapter_only)
+    _tell_whole("save_fsdp_model", fsdp_plugin)
     _write(accelerator, accelerator.get_state_dict(model), _path(output_dir, "pytorch_model_fsdp", model_index))
 
 
@@ -115,6 +117,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
 ) -> None:
     """Write a prepared optimizer's state to ``optimizer.bin``. Every process must call this."""
+    _tell_whole("save_fsdp_optimizer", fsdp_plugin)
     module = accelerator.prepared.placement(model, "save_fsdp_optimizer").module
     state = optimizer.strategy.optimizer_state(module, optimizer.optimizer)
     _write(accelerator, state, _path(output_dir, "optimizer", optimizer_index))
@@ -130,6 +133,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
 ) -> None:
     """Load a file from :func:`save_fsdp_optimizer`. Every process must call this."""
+    _refuse_adapters(model, adapter_only)
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
@@ -141,6 +145,15 @@ def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
             f"adapter_only=True is not supported for {type(model).__name__}, because sharded models are saved in full. "
             "Leave out adapter_only, or call accelerator.save_state(only_trainable=True)."
         )
+
+
+def _tell_whole(where: str, fsdp_plugin: Any) -> None:
+    asked = str(getattr(fsdp_plugin, "state_dict_type", None))
+    messages.ignored(
+        where,
+        "these files always hold the full state; accelerator.save_state() saves shards",
+        state_dict_type=asked if "SHARDED" in asked.upper() else None,
+    )
 
 
 def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
