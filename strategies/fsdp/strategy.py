@@ -169,6 +169,10 @@ class FSDPStrategy(DistributedStrategy):
             )
         return (replicate, shard)
 
+    def place_on(self, axis: str) -> int:
+        replicate, shard = divmod(self.global_rank, self._mesh_shape()[-1])
+        return {"dp_replicate": replicate, "dp_shard": shard}.get(axis, 0)
+
     def _mesh(self) -> DeviceMesh:
         if self.device_mesh is None:
             shape = self._mesh_shape()
