@@ -152,7 +152,7 @@ class WandbLogger(CheckpointUploads):
             self._experiment.summary.keys()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step. By default, ``step`` is the previous step."""
+        """Log the values of one step. ``step`` defaults to the last logged step."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
