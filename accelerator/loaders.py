@@ -27,6 +27,7 @@ from ..data.sample_order import cuts, takes_indices
 from ..data.sharding import is_split, last_share, repeats, shard
 from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
+from ..devices.kinds import kind_of
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .accumulation import GradientState
@@ -271,7 +272,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _looks_ahead(self) -> bool:
         """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
-        if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
+        if kind_of(self.strategy.device).overlaps_copies() or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
+from ..devices.kinds import kind_of, present
 from ..processes import devices
 from .device_map import Device, DeviceMap, is_offloaded, join_neighbors
 from .module_blocks import repeated_elements
@@ -169,11 +170,12 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
         ValueError: a device or size is unknown.
     """
     if max_memory is None:
+        kind = present()
         free: dict[Device, float] = {
-            index: int(torch.cuda.mem_get_info(index)[0] * _FOR_WEIGHTS) for index in range(devices.count("cuda"))
+            device: int(memory * _FOR_WEIGHTS)
+            for device in ([] if kind.name == "cpu" else range(kind.count()) if kind.is_numbered else [kind.name])
+            if (memory := kind.free_memory(device)) is not None
         }
-        if not free and devices.count("mps"):
-            free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
     if not isinstance(max_memory, Mapping):
         raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass a dict such as {{'cpu': '2GB'}}.")
@@ -435,7 +437,7 @@ def _key(device: Any) -> Device:
         ) from error
     if found.type == "cpu":
         return "cpu"
-    return found.index if found.type == "cuda" and found.index is not None else str(found)
+    return found.index if kind_of(found).is_numbered and found.index is not None else str(found)
 
 
 def _limit(device: Any, size: float | str) -> float:

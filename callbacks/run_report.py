@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import storage
+from ..devices.kinds import kind_of
 from ..report import system_info
 from ..report.record import Clock, RunRecord
 from .base import Callback
@@ -283,7 +284,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "experiment": _experiment(trainer),
         "process": system_info.process(),
         "versions": system_info.versions(),
-        "machine": system_info.machine(with_gpus=strategy.device.type == "cuda"),
+        "machine": system_info.machine(with_gpus=strategy.device.type != "cpu"),
         "git": system_info.git_state(),
         "strategy": {
             "strategy": type(strategy).__name__,
@@ -341,8 +342,9 @@ def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
 def _peaks(trainer: Trainer) -> dict[str, int]:
     """Return this process's peak memory in bytes, on the device and on the host."""
     found = {}
-    if trainer.strategy.device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(trainer.strategy.device)
+    device = trainer.strategy.device
+    if kind_of(device).counts_memory():
+        found["device"] = kind_of(device).peak_memory(device)
     if sys.platform.startswith(("linux", "darwin")):
         import resource
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of
+from ..devices.kinds import kind_of
 from ..torch_private import local_part, pytree
 from .out_of_memory_retry import is_out_of_memory
 
@@ -126,7 +127,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
     place = ", ".join(filter(None, (now.place, samples)))
-    of_whom = "GPU memory" if device.type == "cuda" else "memory of the process"
+    of_whom = "GPU memory" if kind_of(device).counts_memory() else "memory of the process"
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
@@ -161,8 +162,8 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 def _highest(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if kind_of(device).counts_memory():
+        return kind_of(device).peak_memory(device)
     try:
         import resource
     except ImportError:  # not available on Windows

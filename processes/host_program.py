@@ -168,18 +168,18 @@ def start_method_in(
 
 def fork_obstacle(devices_kind: str) -> str | None:
     """Return the reason why a fork of this process could not use the device; None if it could."""
-    import torch
+    from ..devices.kinds import kind_of
 
     if not hasattr(os, "fork"):
         return f"{sys.platform} cannot fork a process"
-    if devices_kind == "cuda" and torch.cuda.is_initialized():
-        return "CUDA was already used in this process, and a fork of it cannot use CUDA"
-    return None
+    return kind_of(devices_kind).fork_obstacle()
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
     """Return the error message for a process that cannot be forked, with alternatives that work in this host."""
     fixes = []
+    if "CUDA" not in obstacle and "used in this process" in obstacle:
+        fixes.append(f"{host.restart}, and do not use the device before the run")
     if "CUDA" in obstacle:
         fixes.append(f"{host.restart}, and do not use the GPU before the run (no .cuda(), no .to('cuda'))")
     if host.can_spawn:

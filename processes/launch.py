@@ -27,6 +27,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from .. import messages
+from ..devices.kinds import kind_of
 from . import hydra_program
 from .host_program import find_host, fork_obstacle, has_file, refusal_to_fork
 from .main_guard import require_main_guard
@@ -106,6 +107,7 @@ def run(
         # Torch elastic treats its arguments as templates.
         arguments = [argument.replace("$", "$$") for argument in command[1:]]
         options_for_numa = numa_of(devices_kind, numa)
+        kind_of(devices_kind).prepare_launch(num_processes)
         exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
         # After a failed run, processes that are not in `exits` exited normally, even if they wrote an error file.
         files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
@@ -165,6 +167,7 @@ def start(
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
+            kind_of(devices_kind).prepare_launch(num_processes)
             exits, number = launch(_run, [job], num_processes, place or Place(), folder, start_method, options_for_numa)
         failed = failures(exits, list(Path(folder).glob("rank*.json")), list(Path(folder).glob("rank*.crash")))
         if number is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..big_model.device_map import spread_in
 from ..big_model.sharded_loading import all_or_none
+from ..devices.kinds import kind_of
 from ..torch_private import multiply_each_, untried
 from .communication import Communication
 from .placement import Placement
@@ -55,8 +56,7 @@ class Strategy(Placement, Communication, State):
         """Make this process's device current and join the process group. Called once per run in every process."""
         if warning := untried():
             messages.warn_once(warning)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        kind_of(self.device).make_current(self.device)
 
     def for_another_module(self) -> Self:
         """Return a strategy for another module, with the same processes, device and precision.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.device_transfer import in_dtype
@@ -271,7 +272,8 @@ class DistributedStrategy(Strategy):
         """The process group's backend."""
         if self.process_group_backend is not None:
             return self.process_group_backend
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        backend = kind_of(self.device).collective_backend()
+        return backend if backend == "gloo" else f"cpu:gloo,{self.device.type}:{backend}"
 
     @property
     def world_size(self) -> int:

@@ -31,6 +31,7 @@ ARROWS = {
         "big_model",
         "processes",
         "settings",
+        "devices",
     },
     "compat": {
         "accelerator",
@@ -46,10 +47,11 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
     "utilities": {"trainer", "data", "callbacks", "checkpoint", "strategies", "big_model", "processes"},
     "estimate": {"trainer", "data", "strategies", "processes"},
-    "tuner": {"trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
+    "tuner": {"devices", "trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {
         "doctor",
         "profilers",
@@ -61,6 +63,7 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
     "accelerator": {
         "doctor",
@@ -72,19 +75,21 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
-    "doctor": {"profilers", "report", "data", "callbacks", "strategies", "processes"},
-    "profilers": set(),
-    "memory": {"data", "processes"},
-    "data": {"callbacks", "checkpoint", "processes"},
-    "callbacks": {"report", "checkpoint", "loggers"},
-    "report": {"checkpoint", "loggers"},
+    "doctor": {"devices", "profilers", "report", "data", "callbacks", "strategies", "processes"},
+    "profilers": {"devices"},
+    "memory": {"devices", "data", "processes"},
+    "data": {"devices", "callbacks", "checkpoint", "processes"},
+    "callbacks": {"devices", "report", "checkpoint", "loggers"},
+    "report": {"devices", "checkpoint", "loggers"},
     "checkpoint": {"strategies", "big_model", "processes"},
-    "strategies": {"big_model", "processes", "settings"},
-    "big_model": {"processes"},
-    "processes": set(),
+    "strategies": {"devices", "big_model", "processes", "settings"},
+    "big_model": {"devices", "processes"},
+    "processes": {"devices"},
     "settings": set(),
-    "loggers": set(),
+    "loggers": {"devices"},
+    "devices": set(),
 }
 ROOMS = tuple(ARROWS)
 #: Files at the root that every room may import.
@@ -608,3 +613,18 @@ def overrides(kind: type) -> Iterator[str]:
 )
 def test_the_private_of_torch_is_found(look: Callable[[ast.AST], Iterator[str]], text: str) -> None:
     assert list(look(ast.parse(text)))
+
+
+#: Devices that only their own file under devices/ may ask.
+DEVICE_MODULE = re.compile(r"torch\.(cuda|xpu|mps)\b|backends\.(mps|cuda)\.is_available")
+
+
+def test_only_the_files_of_devices_name_torchs_modules_of_a_kind_of_device() -> None:
+    lines = [(path, number, line) for path in FILES for number, line in enumerate(path.read_text().splitlines(), 1)]
+    found = {
+        path.relative_to(ROOT).as_posix(): f"line {number}: {line.strip()}"
+        for path, number, line in lines
+        if DEVICE_MODULE.search(line) and path.parent.name != "devices"
+    }
+    assert not found
+    assert {path.stem for path, _, line in lines if "torch.cuda" in line} == {"cuda"}

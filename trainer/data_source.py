@@ -24,6 +24,7 @@ from ..data.loaders import (
     without_shuffling,
 )
 from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
+from ..devices.kinds import kind_of
 from ..processes.seed import isolate_rng
 from .hooks import overridden
 from .module import TrainingModule
@@ -314,4 +315,4 @@ class DataSource:
     def looks_ahead(self, loader: Any) -> bool:
         """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
-        return self.run.strategy.device.type == "cuda" or unknown
+        return kind_of(self.run.strategy.device).overlaps_copies() or unknown

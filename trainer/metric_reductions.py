@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
+from ..devices.kinds import kind_of
 from .phases import Moment
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class SumRecord(Record):
         """Add a value on its device; return a copy as the step's value, or None if step values are not logged."""
         value = scalar(self.key, value)
         if self.total is None:
-            kind = torch.float32 if value.device.type == "mps" else torch.float64
+            kind = kind_of(value.device).widest_float
             self.total = torch.zeros((), dtype=kind, device=value.device)
         self.total.add_(value, alpha=weight)
         return value.clone() if self.on_step else None

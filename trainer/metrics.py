@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of, conflicting_sizes
+from ..devices.kinds import kind_of
 from .hook_names import calling_hook
 from .metric_reductions import MetricRecord, Options, Record, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
@@ -460,7 +461,7 @@ def to_host(values: dict[str, Any]) -> dict[str, float]:
 
 def _stacked(values: Iterable[Tensor]) -> Tensor:
     """Stack scalar tensors on the same device, in float64 if the device supports it."""
-    return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
+    return torch.stack([v.detach().reshape(()).to(kind_of(v.device).widest_float) for v in values])
 
 
 class _HostCopy:
@@ -469,15 +470,16 @@ class _HostCopy:
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
         self.step, self.epoch = step, epoch
         self._event: Any = None
-        away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type == "cuda"}
+        away = {k: v for k, v in values.items() if isinstance(v, Tensor) and kind_of(v.device).overlaps_copies()}
         if not away:
             self._numbers = to_host(values)
             return
+        kind = kind_of(next(iter(away.values())).device)
         stacked = _stacked(away.values())
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         self._names = list(away)
         self._numbers = dict.fromkeys(values, 0.0) | to_host({k: v for k, v in values.items() if k not in away})
-        self._event = torch.cuda.Event()
+        self._event = kind.new_event()
         self._event.record()
 
     def ready(self) -> bool:

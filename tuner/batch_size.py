@@ -18,6 +18,7 @@ from .. import messages
 from ..data.batches import batch_size_of
 from ..data.combined_loader import CombinedLoader, length_of
 from ..data.loaders import is_loader_collection, replaced, samples_in_batch, whole_of
+from ..devices.kinds import kind_of
 from ..memory.out_of_memory_retry import is_out_of_memory
 from ..processes.cpu_memory import give_back_memory
 from ..torch_private import forget_iterator
@@ -341,9 +342,10 @@ def resize(loader: Any, size: int) -> None:
 def _reset_peak(device: torch.device) -> None:
     """Free unused memory and restart the peak measurement."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    kind = kind_of(device)
+    if kind.counts_memory():
+        kind.release_cached_memory()
+        kind.reset_peak_memory(device)
         return
     give_back_memory()
     with suppress(OSError):  # another system, or a container that forbids it
@@ -352,8 +354,8 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak_bytes(device: torch.device) -> int | None:
     """Return the device's (on a CPU, this process's) peak memory since :func:`_reset_peak`; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if kind_of(device).counts_memory():
+        return kind_of(device).peak_memory(device)
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:") and device.type == "cpu":

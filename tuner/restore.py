@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.loaders import load_loader_state, loader_state, samplers_of
+from ..devices.kinds import kind_of
 from ..processes.seed import random_states, set_random_states
 
 #: Maximum length of a collection to save; a longer one is considered data, not state.
@@ -43,8 +44,8 @@ class Kept:
 
     def random(self, device: torch.device) -> None:
         """Save all RNG states, including those of the devices."""
-        if torch.cuda.is_available() and device.type == "cuda":
-            torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
+        if kind_of(device).is_available():
+            kind_of(device).initialize()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()
 
     def attributes(self, owner: Any) -> None:

@@ -23,6 +23,7 @@ from typing_extensions import Self
 from ... import messages
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.storage import is_remote, location
+from ...devices.kinds import CUDA_KIND
 from ...memory.out_of_memory_retry import clear_device_cache
 from ...processes.device_transfer import move
 from ...processes.seed import mixed, seed_host
@@ -199,7 +200,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
 
 def is_cuda_available() -> bool:
     """Return True if torch can use an NVIDIA or AMD GPU."""
-    return torch.cuda.is_available()
+    return CUDA_KIND.is_available()
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
@@ -209,7 +210,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         ValueError: if ``num_devices`` is larger than the number of GPUs.
         RuntimeError: if too few GPUs are usable.
     """
-    seen = torch.cuda.device_count()
+    seen = CUDA_KIND.count()
     if num_devices > seen:
         raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Ask for fewer.")
     usable = []

@@ -115,7 +115,7 @@ _RENAMED = {
     "TrainerState": Target("trainer.state", "RunState"),
     "Fabric": Target("compat.lightning.fabric", "Fabric"),
     "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
-    "XLAAccelerator": Target("compat.lightning.plugins", "XLAAccelerator"),
+    "XLAAccelerator": Target("processes.accelerators", "TPUAccelerator"),
     "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
     "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
     "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),

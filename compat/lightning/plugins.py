@@ -184,17 +184,6 @@ class AcceleratorNames(Accelerator):
         """Do nothing, because a Strategy sets up its own device."""
 
 
-class XLAAccelerator(Accelerator):
-    """Lightning's accelerator for TPUs, which Paceline does not support."""
-
-    name = "tpu"
-
-    @classmethod
-    def auto_device_count(cls) -> int:
-        """Return 0, because TPUs are not supported."""
-        return 0
-
-
 def install() -> None:
     """Add the attributes and methods that Paceline's classes lack."""
     for names in (StrategyNames, PrecisionNames, AcceleratorNames):
@@ -202,7 +191,6 @@ def install() -> None:
         for name, value in vars(names).items():
             if not hasattr(owner, name):
                 setattr(owner, name, value)
-    AcceleratorRegistry["tpu"] = XLAAccelerator
 
 
 # ---- strategy arguments ----------------------------------------------------------------------------------------------

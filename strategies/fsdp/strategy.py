@@ -21,6 +21,7 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
+from ...devices.kinds import present
 from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
@@ -520,7 +521,7 @@ class _Holder(nn.Module):
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     if isinstance(asked, OffloadPolicy):
         return asked
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=present().overlaps_copies()) if asked else OffloadPolicy()
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import messages
+from ...devices.kinds import kind_of
 from ...processes.device_transfer import move
 from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
@@ -273,20 +274,19 @@ class Pipeline:
         return int(torch.randint(2**62, (), device=_HOST))
 
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
-        on_gpu = self.strategy.device.type == "cuda"
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.strategy.device) if on_gpu else None
+        device = self.strategy.device
+        return torch.get_rng_state(), kind_of(device).random_state(device)
 
     def _set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.strategy.device)
+            kind_of(self.strategy.device).set_random_state(state[1], self.strategy.device)
 
     def seed(self, seed: int, index: int, stage: int) -> None:
         """Seed the random number generators for a micro-batch, or for a stage's own blocks in a micro-batch."""
         mixed = (seed ^ (index * 0x9E3779B97F4A7C15 + stage * 0xBF58476D1CE4E5B9)) & (2**63 - 1)
         torch.default_generator.manual_seed(mixed)
-        if self.strategy.device.type == "cuda":
-            torch.cuda.manual_seed(mixed)
+        kind_of(self.strategy.device).seed(mixed)
 
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class Pipeline:
 
     def _broadcast(self, values: list[Any], count: int) -> Tensor:
         device = self.strategy.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = kind_of(device).widest_float
         numbers = torch.zeros(count, dtype=dtype, device=device)
         if count and self.last:
             numbers = torch.stack([torch.as_tensor(v).detach().to(device, dtype).reshape(()) for v in values])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+import torch
+
 from ... import messages
+from ...devices.kinds import kind_of
 from .base import Precision, TruePrecision
 from .float8 import Float8Precision
-from .mixed import MixedPrecision
+from .mixed import DTYPES, MixedPrecision
 
 PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "fp8-mixed"]
 PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", "fp8", 64, 32, 16]
@@ -50,16 +53,28 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     name = ALIASES.get(str(precision), precision)
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
-    if kind == "mps" and name == "64-true":
-        raise ValueError(
-            "Trainer(precision='64-true'): Apple's MPS device does not support float64. Use '32-true', or "
-            "accelerator='cpu'."
-        )
+    _refuse_dtype(name, kind)
     if name == "32-true":
         return Precision()
     if name == "fp8-mixed":
         return Float8Precision(device=kind)
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
+
+
+def _refuse_dtype(name: str, kind: str) -> None:
+    """Raise if a kind of device cannot compute in the dtype of a precision."""
+    if name == "64-true" and kind_of(kind).widest_float is not torch.float64:
+        raise ValueError(
+            f"Trainer(precision='64-true'): {kind!r} devices do not support float64. Use '32-true', or "
+            "accelerator='cpu'."
+        )
+    supported = kind_of(kind).autocast_dtypes()
+    if name in DTYPES and DTYPES[name] not in supported:
+        others = [*(other for other, dtype in DTYPES.items() if dtype in supported), "32-true"]
+        raise ValueError(
+            f"Trainer(precision={name!r}): autocast on {kind!r} devices does not support {DTYPES[name]}. Use "
+            f"{messages.names(others)}."
+        )
 
 
 def _plugin(plugins: Any) -> Precision | None:
