@@ -22,6 +22,7 @@ from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
 from ...devices.kinds import present
+from ...processes.device_transfer import move_in_place
 from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
@@ -303,7 +304,7 @@ class FSDPStrategy(DistributedStrategy):
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
             if tensor.device != self.device:
-                tensor.data = tensor.data.to(self.device)
+                move_in_place(tensor, self.device)
         if self.talks:
             with self._at("broadcasting rank 0's weights"):
                 _broadcast(tensors)
