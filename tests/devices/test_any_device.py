@@ -19,7 +19,7 @@ from paceline.loggers import CSVLogger
 KIND = os.environ.get("PACELINE_TEST_DEVICE", "cpu")
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 #: Sums are added in another order than on the CPU.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def loader(batches: int = 6, size: int = 8) -> DataLoader:
