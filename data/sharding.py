@@ -40,6 +40,9 @@ from .uneven_shards import Division, Part, Shard
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
+#: Attributes for the number of ranks, one of which a sampler that splits the samples by rank has (torch, transformers).
+_RANKS = ("num_replicas", "world_size", "dp_size")
+
 #: Attributes of iterable datasets that split themselves by rank (Hugging Face, LitData and Mosaic).
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
@@ -361,7 +364,7 @@ def is_split(loader: Any) -> bool:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
-    if any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers_of(loader)):
+    if any(hasattr(one, "rank") and any(hasattr(one, name) for name in _RANKS) for one in samplers_of(loader)):
         return True
     if not isinstance(dataset, IterableDataset):
         return False

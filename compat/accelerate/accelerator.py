@@ -15,6 +15,7 @@ from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
+from .evaluation import loss_of_all, note_items
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .models import extract_model_from_parallel
@@ -140,15 +141,23 @@ class Accelerator(accelerator.Accelerator):
         """All prepared models."""
         return self.prepared.models
 
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""
+        note_items(self.gradient_state, tensor)
+        return super().gather(tensor)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like ``paceline.Accelerator.gather_for_metrics``, but also handles values repeated for each sample.
 
         Loops for Accelerate gather ``loss.repeat(batch_size)`` to compute a mean weighted by batch size. For a batch
-        that is not full, only one row per sample is kept.
+        that is not full, or is split across processes, only one row per sample is kept.
         """
         loader = self.gradient_state.active_dataloader
         if loader is not None:
-            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self.strategy.num_data_ranks
+            rows, total = loader.batch_rows, loader.total_batch_size or 0
+            full = total // self.strategy.num_data_ranks
+            size = total if self.dataloader_config.split_batches else full
+            input_data = loss_of_all(input_data, size, full, self.gradient_state, self.strategy)
             if 0 < rows < size:
                 input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
