@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..strategies.item_weighting import ItemWindow, weighed
 from ..torch_private import local_part
 
 if TYPE_CHECKING:
+    from ..doctor.own_loop import OwnLoop
     from ..strategies.base import Strategy
     from .optimizers import AcceleratedOptimizer
 
@@ -61,6 +62,7 @@ class GradientState:
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
         runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
+        observers: doctors that time the loop.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class GradientState:
         self.checked = False
         self.runs_own_backward = False
         self.step = 0
+        self.observers: Sequence[OwnLoop] = ()
 
     def models_changed(self) -> None:
         """Record that a model was prepared."""
@@ -114,6 +117,7 @@ class GradientState:
             "dataloader_references": [],
             "windows": {},
             "checked": False,
+            "observers": (),
         }
 
     @property

@@ -70,7 +70,8 @@ class ParallelismConfig:
         tp_size: number of processes across which each layer is split.
         tp_handler: settings for tensor parallelism.
         cp_size, sp_size: not supported above 1.
-        cp_backend, sp_backend, cp_handler, sp_handler: accepted and ignored.
+        cp_backend, sp_backend: each has only one value.
+        cp_handler, sp_handler: have no effect.
     """
 
     dp_replicate_size: int | None = None
@@ -95,6 +96,8 @@ class ParallelismConfig:
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+        handlers = {"cp_handler": self.cp_handler, "sp_handler": self.sp_handler}
+        messages.ignored(type(self).__name__, "an Accelerator does not split sequences", **handlers)
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
                 f"ParallelismConfig: cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one "

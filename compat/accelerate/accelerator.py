@@ -18,7 +18,6 @@ from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .evaluation import loss_of_all, note_items
 from .gradient_state import newest_is
 from .loader_classes import prepared
-from .models import extract_model_from_parallel
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -48,7 +47,7 @@ class Accelerator(accelerator.Accelerator):
         self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
 
@@ -72,10 +71,6 @@ class Accelerator(accelerator.Accelerator):
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _mark_models(self) -> None:
         for model in self._models:

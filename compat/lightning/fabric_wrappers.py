@@ -73,7 +73,7 @@ class FabricModule(nn.Module):
         module = self.module
         if name in self._marked or (name in _STEPS and isinstance(module, TrainingModule)):
             placement = self._accelerator.prepared.placement(module, "setup_module")
-            method = placement.route_method(name, self._accelerator.prepared.errors.explain)
+            method = placement.route_method(name)
             return partial(self._in_precision, method)
         return getattr(module, name)
 
