@@ -346,6 +346,18 @@ def test_no_function_is_longer_than_60_lines_of_code() -> None:
     assert not [one for one in found if one[2] > 60]
 
 
+def test_only_the_two_loops_of_a_run_go_over_its_batches() -> None:
+    doors = [name for name in NAMES if not name.startswith("accelerator/") and name != "data/batches.py"]
+    assert [name for name in doors if calls(TREES[ROOT / name], "Batches")] == [
+        "trainer/evaluation.py",
+        "trainer/loop.py",
+    ]
+
+
+def calls(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes(tree))
+
+
 def test_nothing_prints_on_its_own_and_nothing_asserts() -> None:
     found = []
     for name in NAMES:

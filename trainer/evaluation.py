@@ -85,7 +85,6 @@ class EvalLoop:
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
             loaders, limits = run.source.evaluation(self.kind)
-        run.strategy.before_evaluation(run.module)
         fetches = takes_iterator(method_of(run.module, f"{self.word}_step", TrainingModule))
         step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1 and not fetches)
         run_loader = self.hand_over if fetches else self.run_loader
@@ -122,6 +121,7 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
+        self.run.strategy.before_evaluation(self.run.module)
         return self.kind not in self.run.source.eval
 
     def run_loader(  # noqa: C901 - straight-line code, with fewer calls per batch
@@ -145,14 +145,14 @@ class EvalLoop:
         counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
-        after_step, after_hooks = places = metrics.sharings()
+        after_step, after_hooks = places = metrics.step_value_sharings()
         stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
             for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
-                state.passed += may_stop
-                if state.stop and may_stop and stops.at(state.passed):
+                state.boundaries += may_stop
+                if state.stop_requested and may_stop and stops.at(state.boundaries):
                     raise stops.by_signal()
                 metrics.batch = batch
                 if batch_idx >= counted or not is_mine:
@@ -166,12 +166,12 @@ class EvalLoop:
                 for hook in starts:
                     hook(batch, batch_idx, *extra)
                 outputs = step(batch, batch_idx, *extra)
-                if after_step.on:
-                    after_step.meet()
+                if after_step.active:
+                    after_step.share()
                 for hook in ends:
                     hook(outputs, batch, batch_idx, *extra)
-                if after_hooks.on:
-                    after_hooks.meet()
+                if after_hooks.active:
+                    after_hooks.share()
                 if self.keep:
                     kept.append(outputs)
                 if metrics.steps_in_evaluation:

@@ -58,7 +58,7 @@ class HandSteps:
 
     def watch(self, step: Any) -> None:
         """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
-        self.let_go()
+        self.unwatch()
         if not self.left or not hasattr(step, "UPDATE"):
             return
         managed, update = self.run.joint, getattr(step, step.UPDATE)
@@ -75,14 +75,14 @@ class HandSteps:
             managed.expected = False
             self.left -= 1
             if not self.left:
-                self.let_go()
+                self.unwatch()
                 setattr(step, step.UPDATE, update)
 
         watched = filter(takes_step_hooks, self.run.optimizers)
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
         setattr(step, step.UPDATE, counted)
 
-    def let_go(self) -> None:
+    def unwatch(self) -> None:
         """Stop watching until the next epoch, because code between epochs, such as a tuner, may step the optimizer."""
         for hook in self._hooks:
             hook.remove()

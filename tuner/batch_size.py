@@ -209,8 +209,10 @@ class _Trials:
         with stand_in(self.run, change) as own:
             strategy, made = own.strategy, 0
             if settings.method != "fit":
+                steps, allowed = settings.steps_per_trial, own.trainer
+                allowed.limit_val_batches = allowed.limit_test_batches = allowed.limit_predict_batches = steps
                 self.check_size(own.source.evaluation(settings.method)[0][0], size, None)
-                trial.evaluate(own, settings.method, settings.steps_per_trial)
+                trial.evaluate(own, settings.method)
                 return
             own.source.keeps_step = lambda: None
             self.check_size(own.source.train(), size, None)

@@ -15,10 +15,12 @@ from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
+from ..strategies.base import Strategy
 from ..strategies.deepspeed.strategy import DeepSpeedStrategy
 from ..trainer.arguments import Request, check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
+from ..trainer.metrics import MetricStore
 from ..trainer.run import Run
 from ..trainer.start_run import attach, find_module
 from ..trainer.state import Pending, RunState
@@ -114,6 +116,7 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
     own.trainer.callbacks = []
     own.model, own.datamodule = run.model, datamodule
     own.lr_scheduler_configs, own.optimizers = run.lr_scheduler_configs, run.optimizers
+    own.metrics = MetricStore(own.state, Strategy(), None)  # of one process: no rank waits for one that fails
     state = own.state
     state.begin(run.state.fn or "fit")
     state.pending, state.window, state.next_batch, state.batch_idx = Pending.NOTHING, 0, 0, -1
