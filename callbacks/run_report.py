@@ -21,6 +21,7 @@ from ..checkpoint import storage
 from ..report import system_info
 from ..report.record import Clock, RunRecord
 from .base import Callback
+from .checkpoint_retention import Checkpoint
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -316,7 +317,7 @@ def _parameters(module: TrainingModule) -> int | None:
 
 def _data(trainer: Trainer) -> dict[str, Any]:
     """Return facts about the training batches and the checkpoint folders, both known only when training starts."""
-    folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
+    folders = dict.fromkeys(c.dirpath for c in trainer.callbacks if isinstance(c, Checkpoint) and c.dirpath)
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     count = trainer.num_training_batches
