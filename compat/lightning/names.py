@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import Package, Target, placeholder
-from .surface import SURFACE
+from ..finder import Package, Target, placeholder, surface
 
 #: The version of Lightning that has these names; programs see it as the installed version.
 VERSION = "2.6.1"
+SURFACE = surface("lightning")
 
 #: Paceline's modules, and the Lightning names that they define.
 _HOMES = {
