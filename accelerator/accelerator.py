@@ -28,7 +28,7 @@ from .models import refuse_processes, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
-from .properties import Facts
+from .properties import AcceleratorProperties
 from .save_state import States
 from .schedulers import AcceleratedScheduler
 from .state_contents import Contents
@@ -65,7 +65,7 @@ T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 
 
-class Accelerator(Facts):
+class Accelerator(AcceleratorProperties):
     """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
 
     Example::

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import messages
 from ..checkpoint import storage
 from ..report import system_info
-from ..report.record import Clock, RunRecord
+from ..report.record import RunClock, RunRecord
 from .base import Callback
 from .checkpoint_retention import Checkpoint
 
@@ -67,7 +67,7 @@ class RunReport(Callback):
                 "file, because lines are appended to it. Pass a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
-        self._clock = Clock()
+        self._clock = RunClock()
         self._record: RunRecord | None = None
         self._of: Any = None
         self._error: BaseException | None = None
@@ -106,7 +106,7 @@ class RunReport(Callback):
         if trainer.fast_dev_run:
             self._record = None
             return
-        self._clock = Clock()
+        self._clock = RunClock()
         folder = self._folder(trainer) if trainer.is_global_zero else None
         record = self._record
         if record is None or self._of is None or self._of() is not trainer:

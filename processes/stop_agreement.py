@@ -19,7 +19,7 @@ ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
 
-class Run(Protocol):
+class RunProgress(Protocol):
     """The part of a run's state that its main thread and the listening thread share.
 
     Attributes:
@@ -68,7 +68,7 @@ class StopVote:
         store: a store that all ranks share, with keys that no other run uses.
     """
 
-    def __init__(self, run: Run, rank: int, world_size: int, store: Any) -> None:
+    def __init__(self, run: RunProgress, rank: int, world_size: int, store: Any) -> None:
         self.run, self.rank, self.world_size = run, rank, world_size
         self.told = False
         self._store = store

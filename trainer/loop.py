@@ -124,7 +124,7 @@ class FitLoop:
 
     def train_nothing(self) -> None:
         """Report that there is nothing to train; restore the state, so that a new checkpoint equals the loaded one."""
-        self.say_finished()
+        self.report_finished()
         if self.resumed is not None:
             self.resumed.restore()
 
@@ -385,7 +385,7 @@ class FitLoop:
         """Report likely mistakes: a finished run, modules in eval mode, too few steps to log."""
         run = self.run
         if self.at_limit():
-            self.say_finished()
+            self.report_finished()
             return
         asleep = sum(not module.training for module in run.module.modules())
         if asleep:
@@ -417,7 +417,7 @@ class FitLoop:
         epochs = state.epoch + state.epoch_done
         return state.global_step >= limit(run.trainer.max_steps) or epochs >= limit(run.trainer.max_epochs)
 
-    def say_finished(self) -> None:
+    def report_finished(self) -> None:
         """Report that there is nothing to train, why, and how to change that."""
         run, state = self.run, self.state
         if run.trainer.limit_train_batches == 0:

@@ -53,13 +53,13 @@ class HandSteps:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.left = UPDATES
+        self.updates_left = UPDATES
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
         """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
         self.unwatch()
-        if not self.left or not hasattr(step, "UPDATE"):
+        if not self.updates_left or not hasattr(step, "UPDATE"):
             return
         managed, update = self.run.joint, getattr(step, step.UPDATE)
 
@@ -73,8 +73,8 @@ class HandSteps:
             managed.expected = True
             update(*args)
             managed.expected = False
-            self.left -= 1
-            if not self.left:
+            self.updates_left -= 1
+            if not self.updates_left:
                 self.unwatch()
                 setattr(step, step.UPDATE, update)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..data.batches import batch_size_of, conflicting_sizes
 from .hook_names import calling_hook
-from .metric_reductions import MetricRecord, Options, Record, Table, as_tensor, make_record
+from .metric_reductions import MetricRecord, Record, RecordOptions, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
 from .shared_step_values import Sharing
 
@@ -56,7 +56,7 @@ class MetricStore:
         self.epoch_ended = False
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
-        self.listener: Callable[[str, Any, Options], Any] | None = None
+        self.listener: Callable[[str, Any, RecordOptions], Any] | None = None
         self.losses: LossWatch | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
@@ -87,7 +87,7 @@ class MetricStore:
         """Return to the point in the run that :meth:`enter` returned."""
         self._moment, self.records, self._dataloader_idx = place
 
-    def define(self, name: str, value: Any, options: Options) -> Record:
+    def define(self, name: str, value: Any, options: RecordOptions) -> Record:
         """Check the first call with ``name`` at this point in the run, and create its record."""
         if self.listener is not None:
             return self.listener(name, value, options)
@@ -99,7 +99,7 @@ class MetricStore:
         if known is not None:
             changed = ", ".join(
                 f"{f}={getattr(known.options, f)!r} then {getattr(options, f)!r}"
-                for f in Options._fields
+                for f in RecordOptions._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
             if not changed:  # compiled by torch 2.11, a named tuple differs from every tuple

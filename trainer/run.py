@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..data.datamodule import DataModule
-    from .checkpoint_contents import Left
+    from .checkpoint_contents import ChildRunData
     from .hooks import HookTable
     from .module import TrainingModule
     from .optimizers import SchedulerConfig
@@ -67,7 +67,7 @@ class Run:
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
         resumes: whether the fit restores more than a checkpoint's weights.
         saves: the number of the latest save in this run or its checkpoint folders.
-        left: the data that a run in other processes left for a checkpoint; None after a run in this process.
+        child_data: the data that a run in other processes left for a checkpoint; None after a run in this process.
         claims: the folders that this run has locked.
         shared_log_dir: rank 0's folder for the run; None with a single process.
     """
@@ -96,7 +96,7 @@ class Run:
         self.newest: Any = before and before.newest
         self.resumes = before is not None and before.resumes
         self.saves = 0 if before is None else before.saves
-        self.left: Left | None = before and before.left
+        self.child_data: ChildRunData | None = before and before.child_data
         self.shared_log_dir: str | None = None
         self.layer_sync: LayerSync | None = None
 
@@ -131,7 +131,7 @@ class Run:
 
         After a run in other processes, this process holds the unsharded states.
         """
-        return self.strategy if self.left is None else Strategy()
+        return self.strategy if self.child_data is None else Strategy()
 
     @property
     def log_dir(self) -> str | None:
@@ -274,7 +274,7 @@ class Run:
 #: Attributes of a run that a copy of its Trainer keeps unchanged.
 COPIED = (
     *("module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
-    *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "left", "shared_log_dir"),
+    *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "child_data", "shared_log_dir"),
 )
 
 

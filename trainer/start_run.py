@@ -49,7 +49,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 def attach(run: Run, request: Request) -> Resumed | None:
     """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
-    run.left = None
+    run.child_data = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
     run.strategy.progress = run.state.where
@@ -194,7 +194,7 @@ def _unwrapped(module: Any) -> Any:
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
     """Connect the run, module, data and callbacks, and check them before any of their code runs."""
-    loaders = tie(run, request, module)
+    loaders = attach_parts(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
     bind_hooks(run)
@@ -206,7 +206,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
         )
 
 
-def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
+def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     """Attach the module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule

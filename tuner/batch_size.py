@@ -22,7 +22,7 @@ from ..memory.out_of_memory_retry import is_out_of_memory
 from ..processes.cpu_memory import give_back_memory
 from ..torch_private import forget_iterator
 from . import trial
-from .attribute_lookup import Place
+from .attribute_lookup import TunedAttribute
 from .trial_run import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class BatchTrial(NamedTuple):
 
 
 @dataclass
-class Found:
+class SizeSearchResult:
     """The batch size that fits, and how it was found.
 
     Attributes:
@@ -76,7 +76,7 @@ class SizeSearch:
         places: function that finds the attributes that hold the size.
     """
 
-    places: Callable[[Run], list[Place]]
+    places: Callable[[Run], list[TunedAttribute]]
     method: trial.Method = "fit"
     mode: Literal["power", "binsearch"] = "power"
     steps_per_trial: int = 3
@@ -96,14 +96,14 @@ class SizeSearch:
                 "least 1, the margin at least 0 and below 1, and max_val at least 1 or None."
             )
 
-    def __call__(self, run: Run) -> Found:
+    def __call__(self, run: Run) -> SizeSearchResult:
         """Try sizes on the module, then restore everything, including the size."""
         check(run)
         kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
         trials = _Trials(self, run, places, kept.put_back)
         try:
-            return Found(self.search(trials), trials.made)
+            return SizeSearchResult(self.search(trials), trials.made)
         finally:
             kept.put_back()
             for place, value in zip(places, before, strict=True):
@@ -159,7 +159,9 @@ class _Trials:
         samples: samples in one process's shard of the data; None while unknown.
     """
 
-    def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
+    def __init__(
+        self, search: SizeSearch, run: Run, places: list[TunedAttribute], put_back: Callable[[], None]
+    ) -> None:
         self.settings, self.run, self.places, self.put_back = search, run, places, put_back
         self.made: list[BatchTrial] = []
         self.samples: int | None = None
@@ -275,14 +277,14 @@ def check(run: Run) -> None:
 # ---- effective batch size --------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The batch size of one process, and the number of batches per update."""
 
     size: int
     accumulate: int
 
 
-def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
+def plan(largest: int, effective: int | None, num_ranks: int) -> BatchPlan | None:
     """Plan the largest batch size up to ``largest`` that evenly divides a process's share of ``effective`` samples."""
     if effective is None:
         return None
@@ -293,7 +295,7 @@ def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
         )
     share = effective // num_ranks
     size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return Plan(size, share // size)
+    return BatchPlan(size, share // size)
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

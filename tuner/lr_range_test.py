@@ -14,7 +14,7 @@ from .. import messages
 from ..torch_private import INNER_SCHEDULERS
 from ..trainer.optimizers import configure
 from . import trial
-from .attribute_lookup import Place, lr_places
+from .attribute_lookup import TunedAttribute, lr_places
 from .trial_run import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def check(run: Run) -> None:
         )
 
 
-def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
+def warn_if_unread(module: TrainingModule, places: list[TunedAttribute]) -> None:
     """Warn if ``configure_optimizers`` does not use the attributes that hold the learning rate."""
     before = [place.get() for place in places]
     value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
