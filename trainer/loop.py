@@ -49,7 +49,7 @@ class FitLoop:
         hand_steps: raises if the user's code steps an optimizer that the trainer steps too.
         schedules: the learning rate schedulers, by the moment at which they advance.
         max_steps: the number of optimizer steps at which training ends; inf means no limit.
-        log_every: after every so many optimizer steps, logged values go to the loggers.
+        log_every: the number of optimizer steps from one transfer of logged values to the loggers to the next.
         at_epoch_start: the host's RNG states when the first batch of the current epoch was requested.
     """
 
@@ -252,17 +252,18 @@ class FitLoop:
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
+        # In a resumed run, a loader with a saved position continues there; in any other, batches are skipped.
         resumed = self.resumed
-        ended = resumed is not None and start_batch > 0 and resumed.ended
+        ended = resumed is not None and start_batch > 0 and resumed.ended  # the loader had no further batches
         knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
         skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
             move=bind_mover(run, 0),
             lookahead=lookahead,
-            limit=skip if ended else source.cut() - (start_batch - skip),
+            limit=skip if ended else source.cut() - (start_batch - skip),  # `cut` is inf unless there is a limit
             skip=skip,
-            agree=source.keeps_step(),
+            agree=source.keeps_step(),  # for loaders without a length: all ranks end after the same batch
             seed=mixed(state.shuffle_seed, state.epoch, run.strategy.data_rank),
             remember=what_fetching_changes(loader) if lookahead else None,
             prepare=None if resumed is None or not start_batch else resumed.before_fetch,

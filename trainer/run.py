@@ -159,25 +159,27 @@ class Run:
             self.state.begin(request.fn)
             self.hooks = None  # type: ignore[assignment] - hooks are bound before any is called
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
-            kept = freed_memory_kept(self.strategy.device)
-            with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
+            reuses_memory = freed_memory_kept(self.strategy.device)  # on a CPU: by later batches
+            # A signal only sets `state.signum`; the stops decide, for all ranks together, after which batch a run ends.
+            with watch(self.state, wanted), Stops(self, wanted) as self.stops, reuses_memory:
                 try:
-                    with timings.phase(request.fn), numerics(self.trainer):
-                        resumed = attach(self, request)
+                    with timings.phase(request.fn), numerics(self.trainer):  # numerics: torch's global settings
+                        resumed = attach(self, request)  # module, data, hooks, device, optimizers and checkpoint
                         if request.fn == "fit":
                             FitLoop(self, resumed).train()
                         else:
                             result = self._evaluation(request).evaluate()
                         for hook in self.hooks.on_fit_end if request.fn == "fit" else ():
                             hook()
-                        self.saver.wait()
-                        self.stops.at_end()
+                        self.saver.wait()  # for a checkpoint that is still being written
+                        self.stops.at_end()  # raises on all ranks if any of them got a signal in the meantime
                         self.trainer.profiler.finish(self.trainer)
                     failed = False
                 except Rollback as rollback:
                     self.saver.wait()
                     back, failed = rollback.with_traceback(None), False
                 except BaseException as error:
+                    # If the cause is known, raise an error that says what to change instead.
                     better = explain_lost_worker(error, self.state.where(), self.source.name_of)
                     better = better or self.strategy.explain(error) or out_of_memory(self, error)
                     self._fail(better or error)
@@ -206,7 +208,7 @@ class Run:
         """Report an error to the strategy, profiler and hooks; errors that they raise do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
-            self.strategy.abandon(error)
+            self.strategy.abandon(error)  # from here on, this process does not wait for the others
         profiler = self.trainer.profiler
         _run_all([profiler.interrupted, self.metrics.drain, partial(self.saver.wait, together=False)])
         if self.hooks is not None:
