@@ -54,8 +54,8 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be sharded by process. If workers read an iterable dataset, each worker has its own stream
-    with its own end, and only the end of the last stream is weighted exactly.
+    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately,
+    and only the last batch of the stream that ends last is weighted exactly.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually.

@@ -94,7 +94,7 @@ class TensorBoardLogger(FolderLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values for one step. By default, ``step`` is the previous step plus 1."""
+        """Log values for one step. ``step`` defaults to the last logged step plus 1."""
         new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
         step = self._next_step(step)
         now = time.time()

@@ -249,7 +249,7 @@ class DistributedStrategy(Strategy):
             raise RuntimeError(
                 f"A process group of {dist.get_world_size()} processes already exists, but this run has "
                 f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
-                "init_process_group, or pass the devices of that group."
+                "init_process_group, or set devices and num_nodes to match that group."
             )
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()

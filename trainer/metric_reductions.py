@@ -450,7 +450,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """Return ``value`` with shape (); raise an error that contains ``name`` if it has more than one element."""
+    """Reshape ``value`` to shape (); if it has more than one element, raise an error that mentions ``name``."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -462,7 +462,7 @@ def scalar(name: str, value: Tensor) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise an error that contains ``name`` if it is not a number."""
+    """Return ``value`` as a float; if it is not a number, raise an error that mentions ``name``."""
     if isinstance(value, (int, float)):
         return float(value)
     try:

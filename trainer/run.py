@@ -1,4 +1,4 @@
-"""One run of an entry point: its request, everything created for it, and its teardown."""
+"""One run of an entry point: the arguments of the call, everything created for the run, and its teardown."""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``"weights"`` if it contains only weights; otherwise ``"whole"``, ``"sharded"`` or ``"file"`` (unknown)."""
+        """``"weights"`` if the checkpoint contains only weights, ``"whole"`` or ``"sharded"`` if it is a full one.
+
+        ``"file"`` if that cannot be determined.
+        """
         if self.known is None:
             return "sharded" if self.path.is_dir() else "file"
         form = "sharded" if self.known.kind == "folder" else "whole"

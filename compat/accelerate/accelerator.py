@@ -117,12 +117,12 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_value_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 

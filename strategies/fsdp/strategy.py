@@ -185,7 +185,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager for creating layers. Weights loaded into meta-device layers are read after sharding."""
+        """Context manager for creating layers. Weights loaded into them on the meta device are read after sharding."""
         with super().init_context(), self._noting():
             yield
 
@@ -200,7 +200,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
-        Deferred weights are only allocated here; :meth:`settle_weights` reads them.
+        Weights whose loading was deferred are allocated here but read later, by :meth:`settle_weights`.
         """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True

@@ -291,7 +291,7 @@ class Pipeline:
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """Broadcast an object from the pipeline's process ``rank`` to all its processes."""
+        """Broadcast an object from rank ``rank`` of the pipeline to all of the pipeline's ranks."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
@@ -314,8 +314,8 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
-        The values are sent from device to device. Over the host, the processes exchange only a few integers and, if it
-        is new, the layout of the values. The same exchange tells ``weights`` which stages use which weights.
+        The values are sent from device to device. The CPU process group exchanges only a few integers and, if the
+        layout of the values is new, that layout. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).

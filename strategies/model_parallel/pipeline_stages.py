@@ -1,10 +1,10 @@
 """Split a module into pipeline stages, and run one stage's part of the user's step.
 
-No network is rewritten or traced. Every stage runs the user's step as written and intercepts the calls of a few blocks:
-blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call of
-the next stage's first block ends the run and provides the tensors to send. Before its first block, every stage computes
-everything that needs no weights (masks, positions, and noise, because all stages draw the same random numbers). Values
-derived from weights are replaced by torch's fake tensors, which have a shape but no values.
+No network is rewritten or traced. Every stage runs the user's step as written and intercepts calls to a few blocks:
+blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call to
+the next stage's first block ends the step and provides the tensors to send. Before its first block, every stage
+computes everything that needs no weights (masks, positions, and noise, because all stages draw the same random
+numbers). Values derived from weights are replaced by torch's fake tensors, which have a shape but no values.
 """
 
 from __future__ import annotations

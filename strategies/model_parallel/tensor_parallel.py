@@ -247,7 +247,10 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Splits a linear layer by its inputs (the outputs of a :class:`Columns` layer); the results are summed."""
+    """Splits a linear layer's weight along its input dimension, and sums the partial results over the ranks.
+
+    Its inputs are the outputs of a :class:`Columns` layer.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = 0 if is_transposed(module) else 1
