@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
-from ..data.batches import Batches, HandOver
+from ..data.batches import Batches, StepIterator
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
 from . import phases
@@ -17,7 +17,7 @@ from .bind_steps import bind_mover, bind_step, takes_iterator
 from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
-from .manual_step_check import HandSteps
+from .manual_step_check import ManualStepCheck
 from .state import Pending
 from .states import RunningStage
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
@@ -46,7 +46,7 @@ class FitLoop:
         validation: runs the validations, and knows when one is due.
         stops: decides, for all ranks together, after which batch a run stops early.
         losses: reads the loss from what ``training_step`` returned.
-        hand_steps: raises if the user's code steps an optimizer that the trainer steps too.
+        manual_step_check: raises if the user's code steps an optimizer that the trainer steps too.
         schedules: the learning rate schedulers, by the moment at which they advance.
         max_steps: the number of optimizer steps at which training ends; inf means no limit.
         log_every: the number of optimizer steps from one transfer of logged values to the loggers to the next.
@@ -67,7 +67,7 @@ class FitLoop:
         self.takes_iterator = takes_iterator(run.module.training_step)
         self.guarded = any(callback.skips_together for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
-        self.hand_steps = HandSteps(run)
+        self.manual_step_check = ManualStepCheck(run)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         run.fit = self
@@ -218,7 +218,7 @@ class FitLoop:
 
     def start_epoch(self) -> None:
         """Call the hooks of the epoch's start, before its first batch is fetched."""
-        self.hand_steps.unwatch()  # until the epoch's step is created
+        self.manual_step_check.unwatch()  # until the epoch's step is created
         self.run.source.reload_if_due()  # reload_dataloaders_every_n_epochs
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)  # tells self.log where it is called from
         for hook in self.hooks.on_train_epoch_start:
@@ -242,7 +242,7 @@ class FitLoop:
         step = choose_step(
             self.run, without_last_items(self.state, self.forward) if empty else self.forward, self.losses
         )
-        self.hand_steps.watch(step)
+        self.manual_step_check.watch(step)
         step = EmptyLastStep(step) if empty else step
         return IteratorStep(step) if self.takes_iterator else step
 
@@ -263,12 +263,12 @@ class FitLoop:
             lookahead=lookahead,
             limit=skip if ended else source.cut() - (start_batch - skip),  # `cut` is inf unless there is a limit
             skip=skip,
-            agree=source.keeps_step(),  # for loaders without a length: all ranks end after the same batch
+            agree=source.batch_agreement(),  # for loaders without a length: all ranks end after the same batch
             seed=mixed(state.shuffle_seed, state.epoch, run.strategy.data_rank),
             remember=what_fetching_changes(loader) if lookahead else None,
             prepare=None if resumed is None or not start_batch else resumed.before_fetch,
         )
-        return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
+        return StepIterator(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def start_fetching(self, batches: Any, start_batch: int) -> Iterator[Any]:
         """Return the batch iterator; the first batch may be fetched already.

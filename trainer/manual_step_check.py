@@ -45,7 +45,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
     )
 
 
-class HandSteps:
+class ManualStepCheck:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
     The wrapped optimizers from ``self.optimizers()`` raise in later updates, too.
@@ -66,7 +66,7 @@ class HandSteps:
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # If an error ends a fit before its first updates, this hook stays on the optimizer.
             fit = self.run.fit
-            if fit is not None and fit.hand_steps is self and self.run.trainer.training and not managed.expected:
+            if fit is not None and fit.manual_step_check is self and self.run.trainer.training and not managed.expected:
                 raise stepped(self.run.module)
 
         def counted(*args: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Rollback
-from ..checkpoint.folder_lock import Claims
+from ..checkpoint.folder_lock import FolderLocks
 from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..memory.out_of_memory_error import out_of_memory
@@ -68,7 +68,7 @@ class Run:
         resumes: whether the fit restores more than a checkpoint's weights.
         saves: the number of the latest save in this run or its checkpoint folders.
         child_data: the data that a run in other processes left for a checkpoint; None after a run in this process.
-        claims: the folders that this run has locked.
+        folder_locks: the folders that this run has locked.
         shared_log_dir: rank 0's folder for the run; None with a single process.
     """
 
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, trainer: Trainer, request: Request | None = None, before: Run | None = None) -> None:
         self.trainer, self.request, self.strategy = trainer, request, trainer.strategy
         self.state = trainer.state
-        self.claims = Claims()
+        self.folder_locks = FolderLocks()
         self.hooks = self.stops = None  # type: ignore[assignment] - set in `execute`
         self.module = before and before.module  # type: ignore[assignment] - set in `execute`
         self.model: Any = before and before.model
@@ -228,7 +228,7 @@ class Run:
         jobs += [
             self.saver.close,
             self.trainer.checkpoint_io.teardown,
-            self.claims.release,
+            self.folder_locks.release,
             self.source.release,
             self.strategy.teardown,
         ]

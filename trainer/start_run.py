@@ -388,7 +388,7 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
             return path
         newest = newest_checkpoint(path, request.fn, search_folders(run))
         if newest is not None and request.fn == "fit":
-            if run.claims.take([str(newest.parent)], alone=True):
+            if run.folder_locks.take([str(newest.parent)], alone=True):
                 remove_temporaries(newest.parent)
             run.newest = newest
         return newest

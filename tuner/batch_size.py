@@ -23,7 +23,7 @@ from ..processes.cpu_memory import give_back_memory
 from ..torch_private import forget_iterator
 from . import trial
 from .attribute_lookup import TunedAttribute
-from .trial_run import keep_run, refuse_strategy, stand_in
+from .trial_run import keep_run, refuse_strategy, trial_in_run
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
@@ -101,11 +101,11 @@ class SizeSearch:
         check(run)
         kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
-        trials = _Trials(self, run, places, kept.put_back)
+        trials = _Trials(self, run, places, kept.restore)
         try:
             return SizeSearchResult(self.search(trials), trials.made)
         finally:
-            kept.put_back()
+            kept.restore()
             for place, value in zip(places, before, strict=True):
                 place.set(value)
 
@@ -159,10 +159,8 @@ class _Trials:
         samples: samples in one process's shard of the data; None while unknown.
     """
 
-    def __init__(
-        self, search: SizeSearch, run: Run, places: list[TunedAttribute], put_back: Callable[[], None]
-    ) -> None:
-        self.settings, self.run, self.places, self.put_back = search, run, places, put_back
+    def __init__(self, search: SizeSearch, run: Run, places: list[TunedAttribute], restore: Callable[[], None]) -> None:
+        self.settings, self.run, self.places, self.restore = search, run, places, restore
         self.made: list[BatchTrial] = []
         self.samples: int | None = None
 
@@ -173,7 +171,7 @@ class _Trials:
         start = time.perf_counter()
         kind, error = self.attempt(size)
         mine = (kind, _peak_bytes(strategy.device), time.perf_counter() - start, self.samples)
-        self.put_back()
+        self.restore()
         _reset_peak(strategy.device)
         found = strategy.gather_objects(mine)
         self.refuse_errors(error, [one[0] for one in found])
@@ -208,7 +206,7 @@ class _Trials:
         """Run real steps with batches of ``size`` samples."""
         settings = self.settings
         change = None if self.places_decide() else partial(_resized, size=size)
-        with stand_in(self.run, change) as own:
+        with trial_in_run(self.run, change) as own:
             strategy, made = own.strategy, 0
             if settings.method != "fit":
                 steps, allowed = settings.steps_per_trial, own.trainer
@@ -216,7 +214,7 @@ class _Trials:
                 self.check_size(own.source.evaluation(settings.method)[0][0], size, None)
                 trial.evaluate(own, settings.method)
                 return
-            own.source.keeps_step = lambda: None
+            own.source.batch_agreement = lambda: None
             self.check_size(own.source.train(), size, None)
 
             def enough(losses: Any) -> bool:

@@ -25,7 +25,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     """Train with the run's own step until ``after`` returns True, for as many epochs as that takes.
 
     Args:
-        run: the trial's run (see :func:`.trial_run.stand_in`).
+        run: the trial's run (see :func:`.trial_run.trial_in_run`).
         before: called before each accumulation window.
         after: called after each window with its batches' losses, tensors of shape (); returns True to stop.
     """
