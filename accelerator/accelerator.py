@@ -30,7 +30,7 @@ from .observed_methods import time_methods
 from .optimizers import AcceleratedOptimizer
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
-from .properties import Facts
+from .properties import AcceleratorProperties
 from .save_state import States
 from .schedulers import AcceleratedScheduler
 from .state_contents import Contents
@@ -83,7 +83,7 @@ _TIMED = {
 }
 
 
-class Accelerator(Facts):
+class Accelerator(AcceleratorProperties):
     """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
 
     Example::

@@ -32,7 +32,7 @@ from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .accumulation import GradientState
 from .dispatched_loader import Dispatched
-from .loader_positions import Loaded, Pass, Place, resumed
+from .loader_positions import LoadedPosition, Pass, Place, resumed
 from .nested_tensors import rows_of
 from .random_seeds import share_random_state
 
@@ -369,7 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._place.epoch if current is None else current.epoch
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> LoadedPosition | None:
         """The loaded position; None if no position was loaded, or once the next pass has begun."""
         return self._place.resume
 
@@ -436,7 +436,7 @@ class PreparedLoader(DataLoader[Any]):
             load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
             return
         last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
-        place.resume = Loaded({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        place.resume = LoadedPosition({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:

@@ -146,7 +146,7 @@ def _long_lived() -> int:
     return len(gc.get_objects(generation=2))
 
 
-class _Process:
+class _ProcessCollector:
     """The process's garbage collector, which several fits may use at the same time."""
 
     def __init__(self) -> None:
@@ -203,4 +203,4 @@ class _Process:
             gc.set_threshold(*self.thresholds)
 
 
-_PROCESS = _Process()
+_PROCESS = _ProcessCollector()

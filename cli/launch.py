@@ -73,9 +73,9 @@ def start(script: Script, settings: Settings, arguments: Namespace, replace: boo
         say.chosen()
         return _replace(script.alone()) if replace else subprocess.call(script.alone())
     from ..processes import launch, launched_worker
-    from ..processes.torch_elastic import Options
+    from ..processes.torch_elastic import ElasticOptions
 
-    options = Options(
+    options = ElasticOptions(
         max_restarts=settings["max_restarts"],
         monitor_interval=settings["monitor_interval"],
         log_dir=arguments.log_dir,
@@ -161,7 +161,7 @@ def _refuse_deepspeed(settings: Settings) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LaunchPlan:
     """The processes to start and their devices."""
 
     kind: str
@@ -179,14 +179,16 @@ class _Plan:
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 
-def _plan(settings: Settings) -> _Plan:
+def _plan(settings: Settings) -> _LaunchPlan:
     variables = _visible(settings)
     os.environ.update(variables)
     kind, present = _devices(settings)
     local, why = _processes(settings, kind, present)
     threads, more = _threads(settings, local)
     binds_gpus, binding, bound = _binding(settings, kind, local)
-    return _Plan(kind, local, settings["num_machines"], why, threads, variables | more | bound, binds_gpus, binding)
+    return _LaunchPlan(
+        kind, local, settings["num_machines"], why, threads, variables | more | bound, binds_gpus, binding
+    )
 
 
 def _devices(settings: Settings) -> tuple[str, int]:
@@ -327,7 +329,7 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
 class _Announcement:
     """Reports, once, what the launcher chose and why."""
 
-    def __init__(self, plan: _Plan, settings: Settings, quiet: bool) -> None:
+    def __init__(self, plan: _LaunchPlan, settings: Settings, quiet: bool) -> None:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:

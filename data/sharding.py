@@ -35,7 +35,7 @@ from ..processes.seed import PrivateRandomness
 from .combined_loader import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
 from .sample_order import RUN_NOTHING, cuts, from_item
-from .uneven_shards import Division, Part, Shard
+from .uneven_shards import Division, RoundShare, Shard
 
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -323,7 +323,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
     return replaced(loader, **{place: sampler}, paceline_whole=loader)
 
 
-def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
+def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[RoundShare]:
     """Yield this rank's parts of the items of ``source``, which draws from private RNG states if a seed is given.
 
     The first ``start`` items, which must be full rounds, are skipped.

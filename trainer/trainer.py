@@ -531,7 +531,7 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
-        self.state.stop |= self.state.should_stop
+        self.state.stop_requested |= self.state.should_stop
 
     def may_stop(self) -> bool:
         """Return True if ``should_stop`` takes effect now, which is after ``min_epochs`` and ``min_steps``."""

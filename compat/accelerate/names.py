@@ -9,12 +9,12 @@ import functools
 import operator
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import UNKNOWN, Package, Target, placeholder, surface
 from . import probes
-from .surface import SURFACE
 
 #: The version of Accelerate that has these names; programs see it as the installed version.
 VERSION = "1.15.0"
+SURFACE = surface("accelerate")
 
 MODULES = frozenset(module.removeprefix("accelerate").removeprefix(".") for module in SURFACE) - {""}
 

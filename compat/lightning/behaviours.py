@@ -162,7 +162,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (DataModule, "__str__"): datamodule_text,
-        (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
+        (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
         (FitLoop, "advise"): advising_train(FitLoop.advise),
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
@@ -196,8 +196,8 @@ def _translate_errors() -> None:
                         inspect.unwrap(function).__annotations__ = get_type_hints(function)
 
 
-def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``say_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
+def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``report_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
 
     def say(loop: Any) -> None:
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
@@ -206,7 +206,7 @@ def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], 
                 f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
                 "continue."
             )
-        say_finished(loop)
+        report_finished(loop)
 
     return say
 

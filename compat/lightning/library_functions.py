@@ -377,14 +377,6 @@ class LightningEnum(str, Enum):
         return hash(self.value.lower())
 
 
-def sized_len(dataloader: Any) -> int | None:
-    """Return an object's length, or None if it has no length."""
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def convert_tensors_to_scalars(data: Any) -> Any:
     """Convert tensors of one element to numbers, in nested dicts, lists and tuples.
 

@@ -17,7 +17,7 @@ from ...processes.device_transfer import move
 from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
 from .microbatches import ScheduleName
-from .pipeline_schedule import Call, Plan
+from .pipeline_schedule import Call, MicrobatchSchedule
 from .pipeline_stages import Passage, Stages
 from .pipeline_weights import Weights
 
@@ -69,7 +69,7 @@ class Pipeline:
         self.syncs = True
         self.stages: Stages | None = None
         self.weights: Weights | None = None
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, MicrobatchSchedule] = OrderedDict()
         self._passages: dict[Any, dict[int, Passage]] = {}
         self._layouts: list[Any] = []
         self._fresh = True
@@ -205,12 +205,12 @@ class Pipeline:
             self._set_random_state(state)
         return self._output(call, logs, weights)
 
-    def _plan(self, form: Any, call: Call, first: int, count: int) -> Plan:
+    def _plan(self, form: Any, call: Call, first: int, count: int) -> MicrobatchSchedule:
         mode = "training" if call.training else ("inference" if torch.is_inference_mode_enabled() else "no_grad")
         key = (form, count, mode)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self, call, first, count, self._passages.get((form, mode)))
+            plan = self._plans[key] = MicrobatchSchedule(self, call, first, count, self._passages.get((form, mode)))
             self._passages[form, mode] = plan.passages
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
