@@ -16,7 +16,6 @@ from ..strategies.base import Strategy
 from .process_state import PartialState
 
 
-
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's ``random``, NumPy and torch (on all devices).
 

@@ -44,7 +44,9 @@ class Dialog:
             if len(close) != 1:
                 raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
             if close[0] in unsupported:
-                raise ValueError("is not supported: Paceline starts processes only on this machine. Choose another option.")
+                raise ValueError(
+                    "is not supported: Paceline starts processes only on this machine. Choose another option."
+                )
             return close[0]
 
         listed = "".join(f"\n  {number}: {one}" for number, one in enumerate(choices))

@@ -227,6 +227,11 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
 
 def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
+    if found.quantizes:
+        raise ValueError(
+            f"estimate_memory does not support precision={found.name!r}, because weights without values cannot be "
+            "quantized. Use precision='bf16-mixed', and subtract what the frozen weights save."
+        )
     if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
     vars(found)["convert_module"] = lambda module: module  # the copy already has the dtype

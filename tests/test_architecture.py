@@ -113,6 +113,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 #: Packages that cost a user's start, or that need not be installed: only functions may import them.
 LAZY = {
     "accelerate",
+    "bitsandbytes",
     "jsonargparse",
     "matplotlib",
     "numpy",

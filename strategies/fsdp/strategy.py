@@ -87,6 +87,7 @@ class FSDPStrategy(DistributedStrategy):
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
     communicates_forward = True
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(

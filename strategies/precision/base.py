@@ -33,6 +33,8 @@ class Precision:
     input_dtype: torch.dtype | None = None
     #: Whether the strategy shards the weights and gathers them before use; it sets this before :meth:`convert_module`.
     shards: bool = False
+    #: Whether :meth:`move_module` quantizes weights, which a strategy that shards cannot gather.
+    quantizes: bool = False
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
@@ -74,6 +76,10 @@ class Precision:
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the weights to this precision's dtype."""
         return module
+
+    def move_module(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Move a converted module, whose weights all have memory, to the device that computes."""
+        return module.to(device)
 
     def convert_input(self, data: Any) -> Any:
         """Convert the floating-point tensors in a batch to the forward's input dtype."""
