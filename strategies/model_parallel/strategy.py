@@ -9,18 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from ...torch_private import REDISTRIBUTES, flatten_mesh, unscale_each_, unscale_with
+from ...torch_private import REDISTRIBUTES, flatten_mesh
 from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
-from ..precision.base import parameters as parameters_of
 from .context_parallel import SplitSequences
 from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
@@ -143,6 +140,12 @@ class ModelParallelStrategy(FSDPStrategy):
                 "batch's tensors is the sequence. Pass context_parallel_dims=1 for dimension 1 of all tensors, or "
                 "context_parallel_dims={'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
+        if self.ignored_modules is not None and (tensor_parallel != 1 or pipeline_parallel != 1):
+            raise ValueError(
+                f"ModelParallelStrategy(ignored_modules=...) works only where parameters are sharded across data, not "
+                f"with tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel}, which split "
+                "modules. Leave ignored_modules out, or leave the modules out of the split with plan={...}."
+            )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
         self._data_group: Any = None
@@ -247,28 +250,9 @@ class ModelParallelStrategy(FSDPStrategy):
         if part:
             torch.manual_seed(torch.initial_seed() + part)
 
-    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        optimizers = super().setup_optimizers(optimizers)
-        if self.precision.scaler is not None:
-            unscale_with(self.precision.scaler, self._unscale_parts)
-        return optimizers
-
-    def _unscale_parts(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
-        parameters = parameters_of(optimizer)
-        parts.settle(parameters)
-        grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
-        found = found_inf.clone()
-        if grads:
-            unscale_each_(grads, found, inv_scale)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
-        return {found.device: found}
-
-    def _group_of_overflow(self) -> Any:
-        """Return the group of the processes that agree on overflows; None means all processes."""
-        return None
+    @property
+    def _has_plain_parameters(self) -> bool:
+        return True
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
@@ -349,11 +333,6 @@ class ModelParallelStrategy(FSDPStrategy):
         parameters = list(parameters)
         parts.settle(parameters)
         super().clip_by_value(parameters, clip_value)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        parts.settle(parameters_of(optimizer))
-        with implicit_replication():  # an optimizer's lists contain both plain and sharded parameters
-            return super().optimizer_step(optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
