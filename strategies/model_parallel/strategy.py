@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import CheckpointError
 
 from ...torch_private import REDISTRIBUTES, flatten_mesh
 from .. import sharded_tensors as parts
@@ -68,7 +70,8 @@ class ModelParallelStrategy(FSDPStrategy):
             all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step
             gets one part of each sequence, so the batch must contain positions, and labels that are already shifted.
             The loss must be a mean over that part, or come with ``num_items``. Attention
-            (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences.
+            (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences. With ``{}``, a step
+            gets full sequences, and the loop splits them itself (``accelerator.maybe_context_parallel``).
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
         microbatches: number of micro-batches per batch for the pipeline; four per pipeline process if None.
@@ -134,6 +137,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self.loss_parallel = loss_parallel
         self._flat: DeviceMesh | None = None
         self.context_dims = context_parallel_dims
+        self._sequences: SplitSequences | None = None
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel={context_parallel}) needs to know which dimension of a "
@@ -164,6 +168,8 @@ class ModelParallelStrategy(FSDPStrategy):
             sizes = tuple(self.axis_sizes[axis] for axis in AXES)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
             logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
+        if self.axis_sizes["cp"] > 1 and self._sequences is None and self.context_dims is not None:
+            self._sequences = SplitSequences(self.mesh["cp"], self.context_dims)
 
     def _mesh(self) -> DeviceMesh:
         """Return the mesh of the processes that parameters are sharded across."""
@@ -195,7 +201,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"mesh": None, "_flat": None}
+        return super().__getstate__() | {"mesh": None, "_flat": None, "_sequences": None}
 
     # ---- placement: the module in parts ------------------------------------------------------------------------------
 
@@ -257,8 +263,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
             step = SplitLoss().bind(step, training)
-        if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
-            step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
+        if training and self._sequences is not None and self._sequences.dims != {}:
+            step = self._sequences.bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
         return DistributedStrategy.bind_step(self, step, wrapped, training)
@@ -280,6 +286,11 @@ class ModelParallelStrategy(FSDPStrategy):
                     "of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
                     "with plan={...}; outside a step, use trainer.strategy.model_state(module)."
                 )
+        if self._sequences is not None and isinstance(error, CheckpointError):
+            return RuntimeError(
+                "A layer with activation checkpointing ran differently when backward repeated it. If its sequences are "
+                "split (maybe_context_parallel), call backward inside the same `with` block as the forward pass."
+            )
         return super().explain(error)
 
     # ---- communication -----------------------------------------------------------------------------------------------
@@ -319,10 +330,28 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
+        if self._sequences is not None and self._sequences.dims != {}:
+            with self._sequences.attention:  # for forward passes that activation checkpointing repeats
+                return self._backward(backward, loss, how)
+        return self._backward(backward, loss, how)
+
+    def _backward(self, backward: Callable[..., None], loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
         if not self._splits_loss:
             return backward(loss, how)
         with loss_parallel():
             return backward(loss, how)
+
+    def split_sequences(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        if self._sequences is None:
+            return super().split_sequences(tensors, dims, unrestored)
+        if self._sequences.dims != {}:
+            raise RuntimeError(
+                f"ModelParallelStrategy(context_parallel_dims={self._sequences.dims!r}) already splits sequences in "
+                "each step. To split them in your own loop (maybe_context_parallel), pass context_parallel_dims={}."
+            )
+        return self._sequences.split(tensors, dims, unrestored)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
