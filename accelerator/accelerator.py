@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .model_weights import ModelWeights
 from .models import refuse_processes, unwrap_model
 from .observed_methods import time_methods
 from .optimizers import AcceleratedOptimizer
+from .parallelism_config import ParallelismConfig, check_buffers
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
 from .properties import AcceleratorProperties
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
-    from .parallelism_config import ParallelismConfig
     from .plugins import (
         DeepSpeedPlugin,
         FullyShardedDataParallelPlugin,
@@ -123,7 +123,8 @@ class Accelerator(AcceleratorProperties):
             profiler.
         dynamo_backend: backend to compile models with.
         dynamo_plugin: the backend and other compilation settings.
-        parallelism_config: sizes of the tensor-parallel, sharded and replicated dimensions.
+        parallelism_config: sizes of the dimensions along which layers and sequences are split and parameters
+            sharded and replicated.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
@@ -466,15 +467,27 @@ class Accelerator(AcceleratorProperties):
 
     clear = free_memory
 
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported. To split sequences, use ``Trainer(strategy=ModelParallelStrategy(...))``."""
-        if kwargs.get("buffers") or args:
-            raise NotImplementedError(
-                "accelerator.maybe_context_parallel is not supported, because splitting sequences needs control of the "
-                "entire step. Use Trainer(strategy=ModelParallelStrategy(context_parallel=..., "
-                "context_parallel_dims=...))."
-            )
-        return nullcontext()
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Context manager that splits sequences with ``ParallelismConfig(cp_size=...)``; has no effect without it.
+
+        Inside it, each process has its part of each sequence: process r of n has the r-th of n successive parts.
+        Attention (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and
+        ``accelerator.backward`` inside it. Labels must already be shifted. If the parts differ in the number of tokens
+        that the loss counts, pass it to ``backward(num_items=...)``, else each part has the same weight.
+
+        Args:
+            buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: those of the buffers that may keep their part afterwards.
+        """
+        tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
+        check_buffers(tensors, dims, unrestored)
+        return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""

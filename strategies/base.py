@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -183,6 +183,16 @@ class Strategy(Placement, Communication, State):
         else:
             with self.precision.backward_context():
                 how(loss)
+
+    def split_sequences(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Context manager in which tensors hold this process's part of each sequence, and attention covers all parts.
+
+        By default, no process has only a part, and nothing changes. ``dims`` has the sequence dimension of each tensor.
+        Tensors that are also in ``unrestored`` keep their part afterwards.
+        """
+        return nullcontext()
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
