@@ -356,7 +356,7 @@ with mock.patch("time.perf_counter", side_effect=[0, 7, 11, 13, 14, 15, 17, 18, 
 logged = [one.kwargs["metrics"] for one in logger.log_metrics.mock_calls]
 assert [one["train/time"] for one in logged if "train/time" in one] == [7, 11, 12, 14], logged
 assert [one["validate/time"] for one in logged if "validate/time" in one] == [1, 1], logged
-assert "train/device/batches_per_sec" not in logged[0] and "epoch" not in logged[3], logged
+assert "train/device/batches_per_sec" not in logged[0] and "epoch" not in logged[4], logged
 
 # the tuner
 trainer, net = pl.Trainer(**plain | {"logger": True}), Net()
