@@ -148,8 +148,9 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and before the first step."""
-        return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
+        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and in the first batch."""
+        begun = trainer.global_step > 0 or trainer.state.batches > 0
+        return begun and not trainer.fast_dev_run and not trainer.sanity_checking
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
         """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.

@@ -88,8 +88,7 @@ class EvalLoop:
         fetches = takes_iterator(method_of(run.module, f"{self.word}_step", TrainingModule))
         step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1 and not fetches)
         run_loader = self.run_iterator if fetches else self.run_loader
-        if len(loaders) > 1:
-            self.check_hooks()
+        self.check_hooks(several=len(loaders) > 1)
         self.predictions, run.predict_batch_indices, run.current_batch_indices = [], [], None
         self.fetched = (None, 0, 0)
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -105,7 +104,7 @@ class EvalLoop:
         if run.state.pending is Pending.VALIDATION:
             run.state.pending = Pending.PLATEAUS
         if run.state.stage != "sanity_check":
-            numbers = metrics.send_epoch(found, run.state.updates, run.state.epoch)
+            numbers = metrics.send_epoch(found, run.state.x_axis(run.state.updates), run.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
         for hook in self.hooks("end"):
             hook()
@@ -280,8 +279,8 @@ class EvalLoop:
         """Return True if a hook may read the sample indices of a predicted batch."""
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
-    def check_hooks(self) -> None:
-        """Raise for batch hooks that cannot take ``dataloader_idx``, which is passed if there are several loaders."""
+    def check_hooks(self, several: bool) -> None:
+        """Raise for batch hooks that do not fit ``dataloader_idx``, which is passed if there are several loaders."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
@@ -289,7 +288,7 @@ class EvalLoop:
             for owner, base in owners:
                 method = overridden(owner, name, base)
                 if method is not None:
-                    check_signature(owner, name, method, extra=1)
+                    check_signature(owner, name, method, several)
 
 
 def show_results(results: list[dict[str, float]], fn: str) -> None:

@@ -311,7 +311,7 @@ class FitLoop:
         """
         state, validation, schedules = self.state, self.validation, self.schedules
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
-            self.metrics.flush_step(state.updates, state.epoch, outputs)
+            self.metrics.flush_step(state.x_axis(state.updates), state.epoch, outputs)
         if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
             reason = self.validate()
         if schedules.step_plateaus and state.stepped:
@@ -359,14 +359,16 @@ class FitLoop:
         results = metrics.finish_epoch()
         if complete and schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
-        metrics.send_epoch(results, state.updates, state.epoch)
+        metrics.send_epoch(results, state.x_axis(state.updates), state.epoch)
         metrics.check_losses(outputs)
         state.pending = TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         state.pending = NOTHING
-        metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # values logged by the monitors
+        metrics.send_epoch(
+            metrics.finish_epoch(), state.x_axis(state.updates), state.epoch
+        )  # values logged by the monitors
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
                 f"{type(self.run.module).__name__}.training_step did not step any of self.optimizers() in an entire "
@@ -446,13 +448,17 @@ class FitLoop:
                 f"after {seen} batches in epoch {self.state.epoch}. They are skipped so that no rank waits."
             )
         if seen == 0:
-            raise RuntimeError(
+            self.refuse_empty(
                 f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
                 "once, so pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         if seen < self.run.source.num_training_batches and self.run.source.length_known():
             raise RuntimeError(self.wrong_length(f"only {seen}"))
         return True
+
+    def refuse_empty(self, why: str) -> None:
+        """Raise an error for an epoch without batches."""
+        raise RuntimeError(why)
 
     def wrong_length(self, seen: str) -> str:
         """Return the error for a loader that yields more or fewer batches than its length."""

@@ -275,7 +275,7 @@ class MetricStore:
                 found[record.step_key] = value
         return self._bar.read(found)
 
-    def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
+    def flush_step(self, stage_step: int, epoch: int | None, output: Any = None) -> None:
         """Send the step values logged since the last flush to the loggers, at ``stage_step`` on the x axis.
 
         ``output`` is the last output of ``training_step``; its loss is checked.
@@ -295,13 +295,19 @@ class MetricStore:
             self.drain(wait=False)
 
     def flush_eval_step(self) -> None:
-        """Send an evaluation batch's step values; each stage counts its own steps."""
+        """Send an evaluation batch's step values; each loader of a stage counts its own steps."""
         stage = str(self.state.stage or "")
         if stage == "sanity_check":
             return
+        if self._dataloader_idx:
+            stage += f"/{self._dataloader_idx}"
         step = self._eval_steps.get(stage, 0)
         self._eval_steps[stage] = step + 1
-        self.flush_step(step, self.state.epoch)
+        self.flush_step(step, self.epoch_of_eval_step())
+
+    def epoch_of_eval_step(self) -> int | None:
+        """Return the epoch that loggers get with the step values of an evaluation."""
+        return self.state.epoch
 
     def drain(self, wait: bool = True) -> None:
         """Send values to the loggers, in order: those that have reached the host or, with ``wait``, all of them."""
@@ -309,7 +315,7 @@ class MetricStore:
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
 
-    def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
+    def _write(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         self._check_values(values, step, epoch)
         if not values:
             return
@@ -317,12 +323,12 @@ class MetricStore:
             step = int(values.pop("step"))
         self.sent.update(values)
         if self.send is not None:
-            self.send({"epoch": epoch, **values}, step)
+            self.send(values if epoch is None else {"epoch": epoch, **values}, step)
 
-    def _check_values(self, values: dict[str, float], step: int, epoch: int) -> None:
+    def _check_values(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         if self.losses is not None:
             at = step if self.state.stage == "train" else self.state.updates
-            self.losses.check(values, at, epoch)
+            self.losses.check(values, at, self.state.epoch if epoch is None else epoch)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -467,7 +473,7 @@ def _stacked(values: Iterable[Tensor]) -> Tensor:
 class _HostCopy:
     """A transfer of scalar values to the host: started immediately and read once complete."""
 
-    def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
+    def __init__(self, values: dict[str, Any], step: int = 0, epoch: int | None = 0) -> None:
         self.step, self.epoch = step, epoch
         self._event: Any = None
         away = {k: v for k, v in values.items() if isinstance(v, Tensor) and kind_of(v.device).overlaps_copies()}

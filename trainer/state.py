@@ -88,6 +88,10 @@ class RunState:
         self.signum = self.boundaries = self.evaluated = 0
         self.should_stop = self.stop_requested = self.saving = False
 
+    def x_axis(self, updates: int) -> int:
+        """Return the loggers' position on the x axis for values logged after ``updates`` updates."""
+        return updates
+
     @property
     def finished(self) -> bool:
         """Whether the run ended normally."""

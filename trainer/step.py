@@ -69,6 +69,8 @@ class TrainStep(ManualStep):
 
     #: The name of the method that runs an update.
     UPDATE = "update"
+    #: Whether gradients are cleared before a window's first backward instead of right after the update.
+    clears_first = False
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward)
@@ -140,6 +142,8 @@ class TrainStep(ManualStep):
                 loss = loss / self.accumulate
             if self.share != 1.0 and self.state.is_last_batch:
                 loss = loss * self.share
+        if self.clears_first and not self.state.window:
+            self.zero_grad()
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -166,14 +170,21 @@ class TrainStep(ManualStep):
         optimizer, state = self.optimizer, self.state
         self.complete()
         stepped = self.take(optimizer)  # False if fp16 found an overflow
-        for hook in self.before_zero:
-            hook(optimizer)
-        self.clear(optimizer)
+        if not self.clears_first:  # one call less than zero_grad
+            for hook in self.before_zero:
+                hook(optimizer)
+            self.clear(optimizer)
         state.window = 0
         if stepped:
             state.stepped = True
             state.global_step += 1
             state.updates += 1
+
+    def zero_grad(self) -> None:
+        """Clear the gradients, after the ``on_before_zero_grad`` hooks."""
+        for hook in self.before_zero:
+            hook(self.optimizer)
+        self.clear(self.optimizer)
 
     def complete(self) -> None:
         """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
@@ -200,13 +211,17 @@ class ClosureStep(TrainStep):
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
-            raise ValueError(
+            self.refuse(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) does not work with LBFGS, because LBFGS "
                 "evaluates the loss of one batch several times, so gradients of earlier batches would be lost. Use a "
                 "larger batch and accumulate_grad_batches=1."
             )
         self.managed = run.joint
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
+
+    def refuse(self, why: str) -> None:
+        """Raise an error for an accumulation that the optimizer does not support."""
+        raise ValueError(why)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
@@ -255,9 +270,8 @@ class ClosureStep(TrainStep):
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
-            for hook in self.before_zero:
-                hook(self.optimizer)
-            self.clear(self.optimizer)
+            if not self.clears_first:
+                self.zero_grad()
             state.window = 0
 
     def finish_window(self) -> None:

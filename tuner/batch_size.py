@@ -102,7 +102,7 @@ class SizeSearch:
         check(run)
         kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
-        trials = _Trials(self, run, places, kept.restore)
+        trials = Trials(self, run, places, kept.restore)
         try:
             return SizeSearchResult(self.search(trials), trials.made)
         finally:
@@ -110,7 +110,7 @@ class SizeSearch:
             for place, value in zip(places, before, strict=True):
                 place.set(value)
 
-    def search(self, trials: _Trials) -> int:
+    def search(self, trials: Trials) -> int:
         """Double the size until it no longer fits, or halve it until it does. ``binsearch`` then refines the result.
 
         ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
@@ -149,7 +149,7 @@ class SizeSearch:
         )
 
 
-class _Trials:
+class Trials:
     """Tries sizes on all ranks.
 
     Trials do not reduce gradients across ranks, so no rank waits for one that ran out of memory. All ranks learn about

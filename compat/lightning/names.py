@@ -127,6 +127,7 @@ _RENAMED = {
     "sized_len": Target("data.sample_order", "length_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
     "SpikeDetection": Target("compat.lightning.callbacks", "SpikeDetection"),
+    "ThroughputMonitor": Target("compat.lightning.throughput", "ThroughputMonitor"),
     "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
     "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
     "ACCELERATOR_REGISTRY": Target("processes.accelerators", "AcceleratorRegistry"),
@@ -258,7 +259,7 @@ def change_behaviours() -> None:
     """Make Paceline's classes behave as programs written for Lightning expect."""
     from . import behaviours
 
-    behaviours.install()
+    behaviours.install(VERSION)
 
 
 CONSTANTS: dict[str, dict[str, Any]] = {}
