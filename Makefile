@@ -6,6 +6,7 @@
 #   make clients  libraries built on Lightning and Accelerate, tested with these and with Paceline; about an hour
 #   make loggers  the loggers of services with their packages, offline; about three minutes
 #   make streams  data sets that stream, killed and resumed; about twenty minutes
+#   make gpu      tests and benchmarks on a machine with a GPU; 25 minutes at most, installs nothing
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu format demo clean
 
 test: lint types tests
 
@@ -54,6 +55,10 @@ loggers: .venv/installed
 # The environment is in .streams, on top of .venv; STREAMS="--only litdata" picks one package.
 streams: .venv/installed
 	$(BIN)/python clients/streams/run.py $(STREAMS)
+
+# A machine with a GPU may have no network, so this runs with the packages of PYTHON. GPU=--smoke tries it on the CPU.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(GPU)
 
 # Each torch has an environment of its own, in .torches, on top of .venv; TORCHES="--only 2.12.1" picks one.
 torches: .venv/installed

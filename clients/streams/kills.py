@@ -33,9 +33,10 @@ from torch.utils.data import DataLoader
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 
-EPOCHS, SAVE_EVERY = 3, 4
+#: In batches: a checkpoint lies within a shard of every rank, also of two ranks.
+EPOCHS, SAVE_EVERY = 3, 11
 #: The kill comes in the second epoch, when this many of its batches are done.
-KILL_AT = 1, 6
+KILL_AT = 1, 7
 LIMIT_SECONDS = 90.0
 DISCARDED = "were loaded and discarded"
 
@@ -127,6 +128,8 @@ def with_accelerator(make_loader: Callable[[], Any], diary: Diary, kept: Path, w
     accelerator, model, steps = Accelerator(cpu=True), nn.Linear(1, 1), Steps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"prepare() leaves a {type(loader).__name__} as it is, because it is not a DataLoader.")
     accelerator.register_for_checkpointing(steps)
     if kept.exists():
         accelerator.load_state(str(max(kept.iterdir(), key=lambda folder: int(folder.name))))
