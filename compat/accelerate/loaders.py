@@ -69,9 +69,9 @@ class DataLoaderShard(PreparedLoader):
         A batch may have more rows than samples (pairs of texts), or fewer (texts joined into one row), so the number
         follows from the sampler where possible.
         """
-        batches, world = self.base.batch_sampler, self.strategy.num_data_ranks
-        known = self._even and isinstance(batches, BatchSampler) and cuts(batches) and not is_split(self.base)
-        total, size = length_of(getattr(batches, "sampler", None)), self.total_batch_size
+        batches: Any = self.base.batch_sampler
+        total, size, world = length_of(sampler_of(self.base)), self.total_batch_size, self.strategy.num_data_ranks
+        known = self._even and cuts(batches) and not is_split(self.base)
         if not known or total is None or not size or isinstance(self.base.dataset, IterableDataset):
             return self.rows
         left = 0 if batches.drop_last or not self.end_of_dataloader or self._is_cut() else total % size
