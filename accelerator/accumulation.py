@@ -31,6 +31,8 @@ class ReadLoader(Protocol):
     def total_batch_size(self) -> int | None: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def batches_done(self) -> int: ...
 
 
 class GradientState:
@@ -59,6 +61,7 @@ class GradientState:
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
         runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
+        split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class GradientState:
         self.checked = False
         self.runs_own_backward = False
         self.step = 0
+        self.split_batch: tuple[int, int] | None = None
 
     def models_changed(self) -> None:
         """Record that a model was prepared."""
@@ -109,8 +113,15 @@ class GradientState:
             "active_dataloader": None,
             "dataloader_references": [],
             "windows": {},
+            "split_batch": None,
             "checked": False,
         }
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The current batch: the ID of its loader and its number there; zeros if no loader is being read."""
+        loader = self.active_dataloader
+        return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
     @property
     def end_of_dataloader(self) -> bool:
