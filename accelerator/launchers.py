@@ -14,7 +14,7 @@ from .. import messages
 from ..devices.kinds import CUDA_KIND, kind_of
 from ..processes import launch
 from ..processes.devices import find_kind
-from ..processes.torch_elastic import Place
+from ..processes.torch_elastic import RendezvousPoint
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
 from .process_state import FORKED, forgotten, is_initialized
@@ -58,7 +58,7 @@ def notebook_launcher(
     kind = "cpu" if resolve()["cpu"] else find_kind("auto")
     count = num_processes or kind_of(kind).count()
     if num_nodes == 1:
-        place = Place(port=int(use_port or 0))
+        place = RendezvousPoint(port=int(use_port or 0))
     else:
         place = launch.find_place(num_nodes, node_rank, master_addr, int(use_port or 29500), _PLACE_NAMES, _LINE)
     if count == num_nodes == 1:
@@ -84,7 +84,7 @@ def _start(
     count: int,
     kind: str,
     variables: Mapping[str, str | None],
-    place: Place | None = None,
+    place: RendezvousPoint | None = None,
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")

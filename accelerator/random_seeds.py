@@ -15,8 +15,6 @@ from ..processes.seed import numpy_random, seed_everything
 from ..strategies.base import Strategy
 from .process_state import PartialState
 
-_KINDS = ("torch", "python", "numpy", "generator")
-
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's ``random``, NumPy and torch (on all devices).
@@ -32,6 +30,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of random generators that can be synchronized, including those of devices."""
+    return "torch", "python", "numpy", "generator", *(kind.name for kind in accelerators())
+
+
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
     """Broadcast the state of rank 0's random generator to all processes. Every process must call this.
 
@@ -45,9 +48,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator | None = None) -> None:
     """Like :func:`synchronize_rng_state`, but among the processes of the given strategy."""
-    devices = [one.name for one in accelerators()]
-    if kind not in (*_KINDS, *devices):
-        raise ValueError(messages.unknown("rng_type", kind, (*_KINDS, *devices)))
+    if kind not in kinds():
+        raise ValueError(messages.unknown("rng_type", kind, kinds()))
     if kind == "python":
         random.setstate(strategy.broadcast(random.getstate()))
     elif kind == "numpy":
@@ -56,7 +58,7 @@ def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator
             numpy.set_state(strategy.broadcast(numpy.get_state()))
     elif kind == "torch":
         torch.set_rng_state(strategy.broadcast(torch.get_rng_state()))
-    elif kind in devices and kind == strategy.device.type:
+    elif kind == strategy.device.type:
         state = kind_of(kind).random_state(strategy.device)
         if state is not None:
             kind_of(kind).set_random_state(strategy.broadcast(state), strategy.device)

@@ -26,7 +26,7 @@ _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _FOR_WEIGHTS = 0.9
 
 
-class Row(NamedTuple):
+class DeviceMapRow(NamedTuple):
     """One line of a plan.
 
     Attributes:
@@ -59,7 +59,7 @@ class DevicePlan:
     """
 
     device_map: DeviceMap
-    rows: list[Row]
+    rows: list[DeviceMapRow]
     limits: dict[Device, float]
     main_device: Device
     reserved: int = 0
@@ -247,7 +247,7 @@ class _Placed:
         buffers: bytes on the main device for the buffers of offloaded parts.
     """
 
-    rows: list[Row]
+    rows: list[DeviceMapRow]
     fetched: list[_Item]
     buffers: int
 
@@ -345,7 +345,7 @@ class _Placer:
             if new or not ids:
                 current = max(current, order.index(device))
             homes.update(dict.fromkeys(new, (device, item.name)))
-            placed.rows.append(Row(item.name, type(item.module).__name__, device, size, why))
+            placed.rows.append(DeviceMapRow(item.name, type(item.module).__name__, device, size, why))
         return placed
 
     def _choose(
@@ -447,9 +447,9 @@ def _limit(device: Any, size: float | str) -> float:
     return size_in_bytes(whole, f"max_memory[{device!r}]")
 
 
-def _runs(rows: Iterable[Row]) -> list[list[Row]]:
+def _runs(rows: Iterable[DeviceMapRow]) -> list[list[DeviceMapRow]]:
     """Group consecutive rows that differ only by an index in the name."""
-    runs: list[list[Row]] = []
+    runs: list[list[DeviceMapRow]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None
         same = before is not None and before[1:4] == row[1:4] and before.why.split("(")[0] == row.why.split("(")[0]
@@ -460,10 +460,10 @@ def _runs(rows: Iterable[Row]) -> list[list[Row]]:
     return runs
 
 
-def _span(rows: list[Row]) -> str:
+def _span(rows: list[DeviceMapRow]) -> str:
     first = rows[0].module or "(all)"
     return first if len(rows) == 1 else f"{first} to {rows[-1].module.rpartition('.')[2]}"
 
 
-def _bytes(rows: list[Row]) -> str:
+def _bytes(rows: list[DeviceMapRow]) -> str:
     return messages.size(rows[0].bytes) if len(rows) == 1 else f"{len(rows)} x {messages.size(rows[0].bytes)}"

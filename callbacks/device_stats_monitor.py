@@ -56,10 +56,13 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.logs_this_step and trainer.state.stepped:
-            stats = self._read(trainer.strategy.device)
-            wanted = self._filter_keys
-            prefix = f"{type(self).__name__}.on_train_batch_end/"
+        if trainer.state.stepped:
+            self._log(trainer, "on_train_batch_end")
+
+    def _log(self, trainer: Trainer, hook: str) -> None:
+        if trainer.logs_this_step:
+            stats, wanted = self._read(trainer.strategy.device), self._filter_keys
+            prefix = f"{type(self).__name__}.{hook}/"
             trainer.log_metrics({prefix + k: v for k, v in stats.items() if wanted is None or k in wanted})
 
     def _read(self, device: torch.device) -> dict[str, float]:

@@ -229,7 +229,7 @@ class LossGuard(Callback):
 
     def _leave_out(self, trainer: Trainer) -> None:
         self.left_out += 1
-        trainer.log_metrics({"loss_guard/left_out": self.left_out}, trainer.state.updates)
+        trainer.log_metrics({"loss_guard/left_out": self.left_out})
 
     def state_dict(self) -> dict[str, Any]:
         batches = [{"epoch": epoch, "batch": batch, **about} for (epoch, batch), about in self.batches.items()]

@@ -20,8 +20,9 @@ from .. import messages
 from ..checkpoint import storage
 from ..devices.kinds import kind_of
 from ..report import system_info
-from ..report.record import Clock, RunRecord
+from ..report.record import RunClock, RunRecord
 from .base import Callback
+from .checkpoint_retention import Checkpoint
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -67,7 +68,7 @@ class RunReport(Callback):
                 "file, because lines are appended to it. Pass a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
-        self._clock = Clock()
+        self._clock = RunClock()
         self._record: RunRecord | None = None
         self._of: Any = None
         self._error: BaseException | None = None
@@ -106,7 +107,7 @@ class RunReport(Callback):
         if trainer.fast_dev_run:
             self._record = None
             return
-        self._clock = Clock()
+        self._clock = RunClock()
         folder = self._folder(trainer) if trainer.is_global_zero else None
         record = self._record
         if record is None or self._of is None or self._of() is not trainer:
@@ -317,7 +318,7 @@ def _parameters(module: TrainingModule) -> int | None:
 
 def _data(trainer: Trainer) -> dict[str, Any]:
     """Return facts about the training batches and the checkpoint folders, both known only when training starts."""
-    folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
+    folders = dict.fromkeys(c.dirpath for c in trainer.callbacks if isinstance(c, Checkpoint) and c.dirpath)
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     count = trainer.num_training_batches

@@ -50,7 +50,7 @@ class Training:
 
 
 @dataclass
-class Report:
+class MemoryReport:
     """All results.
 
     Attributes:
@@ -127,19 +127,19 @@ class Machine:
         return "no" if need > have else "tight" if need > TIGHT * have else "yes"
 
 
-def examine(source: Source, arguments: Namespace) -> Report:
+def examine(source: Source, arguments: Namespace) -> MemoryReport:
     """Estimate the memory that a model needs with the command's arguments."""
     machine = Machine.find(arguments.device_memory)
     sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
     layer, _ = largest_layer(sizes)
     parameters = sum(size[0] for size in source.sizes.values())
-    report = Report(source, parameters, layer, machine.memory, machine.origin, notes=list(source.notes))
+    report = MemoryReport(source, parameters, layer, machine.memory, machine.origin, notes=list(source.notes))
     trainings = Trainings(source, arguments, machine, report.notes)
     precisions = [DTYPES[dtype][0] for dtype in arguments.dtypes]
     rows = [row for precision in precisions if precision for row in trainings.of(precision)]
     report.training = [Training(row, machine.fits(row)) for row in rows]
     report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
-    report.verdict = list(Verdict(report, trainings, machine, arguments).sentences())
+    report.verdict = list(MemoryVerdict(report, trainings, machine, arguments).sentences())
     if source.module is not None and machine.device == "cpu" and not machine.shared:
         report.notes.append("Estimated with CPU kernels, because this machine has no GPU.")
     if any(row.guessed for row in rows):
@@ -203,10 +203,10 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str)
 
 
 @dataclass
-class Verdict:
+class MemoryVerdict:
     """Describes what fits or, if nothing does, which alternatives would."""
 
-    report: Report
+    report: MemoryReport
     trainings: Trainings
     machine: Machine
     arguments: Namespace

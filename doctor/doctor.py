@@ -22,7 +22,7 @@ from .watches import Collections, Compilations, StepWatch
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
-    from .own_loop import Wiring
+    from .own_loop import OwnLoop
 
 T = TypeVar("T")
 _END = object()
@@ -122,7 +122,7 @@ class Doctor(Profiler):
         self._communication: dict[str, float] = {}
         self._hooks: dict[str, float] = {}
         self._updates, self._batch_size = 0, None
-        self.subject: TrainerSubject | Wiring | None = None
+        self.subject: TrainerSubject | OwnLoop | None = None
         self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Doctor(Profiler):
         if self._stage == "fit":
             self.begin(TrainerSubject(trainer))
 
-    def begin(self, subject: TrainerSubject | Wiring) -> None:
+    def begin(self, subject: TrainerSubject | OwnLoop) -> None:
         """Start measuring. Called right before the first step."""
         self.subject = subject
         kind = kind_of(subject.strategy.device)
@@ -313,7 +313,7 @@ class Doctor(Profiler):
             scale = facts.steps / device.steps
             facts.device_seconds = {name: device.seconds[i] * scale for i, name in enumerate(PARTS)}
 
-    def _of_subject(self, facts: Facts, subject: TrainerSubject | Wiring) -> None:
+    def _of_subject(self, facts: Facts, subject: TrainerSubject | OwnLoop) -> None:
         strategy = subject.strategy
         facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
         facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
@@ -322,7 +322,7 @@ class Doctor(Profiler):
             facts.device_name = kind_of(strategy.device).name_of(strategy.device)
         done = self.clock.totals[STEPS] - WARM_UP  # a long run keeps only its newest rows
         kept = facts.steps / done if done > 0 else 0.0
-        facts.updates = round((subject.updates - self._updates) * kept)
+        facts.updates = max(0, round((subject.updates - self._updates) * kept))
         facts.collection_seconds *= kept
         took = {name: (took - self._hooks.get(name, 0.0)) * kept for name, took in self.clock.hooks.items()}
         facts.hooks = dict(sorted(took.items(), key=lambda item: -item[1])[:MOST_HOOKS])

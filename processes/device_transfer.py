@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import swap_tensors
 
 from ..devices.kinds import kind_of
 from ..torch_private import APPLY
@@ -266,3 +267,12 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
     """Convert a module's parameters and buffers. Unlike ``module.to(wanted)``, this keeps imaginary parts."""
     return getattr(module, APPLY)(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer to a device. It stays the same Python object for everything that holds it."""
+    moved = tensor.data.to(device)
+    try:
+        tensor.data = moved
+    except RuntimeError:  # the device's tensors are of another C++ class, as they can be if a package adds the device
+        swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved)

@@ -66,7 +66,7 @@ _RUNNING = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """Facts about this process that identify its host.
 
     ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
@@ -93,7 +93,7 @@ class Facts:
         return self.module is not None or not (self.file is None or self.file.startswith("<"))
 
 
-def recognize(facts: Facts) -> Host:
+def recognize(facts: HostFacts) -> Host:
     """Return the host that the facts describe."""
     candidates = (
         (facts.kernel, NOTEBOOK),
@@ -119,11 +119,11 @@ def has_file() -> bool:
     return _facts().has_file
 
 
-def _facts() -> Facts:
+def _facts() -> HostFacts:
     main = sys.modules.get("__main__")
     module = getattr(getattr(main, "__spec__", None), "name", None)
     shell = _shell()
-    return Facts(
+    return HostFacts(
         running=frozenset((*_running(), module or "")),
         file=getattr(main, "__file__", None),
         module=module,

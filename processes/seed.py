@@ -163,12 +163,13 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
     """
     states = random_states()
-    if not include_cuda:
-        states.pop("cuda", None)
+    cuda = states.pop("cuda", [])
     try:
         yield
     finally:
         set_random_states(states)
+        if include_cuda:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 class PrivateRandomness:

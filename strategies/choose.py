@@ -149,7 +149,7 @@ def choose_strategy(
         options.refuse(type(strategy).__name__)
     if isinstance(strategy, DistributedStrategy):
         kind = find_kind(accelerator)
-        _with_precision(strategy, precision, plugins, kind)
+        _fitting(_with_precision(strategy, precision, plugins, kind))
         if environment is not None:
             strategy.cluster_environment = environment
         strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster, strategy))
@@ -157,7 +157,7 @@ def choose_strategy(
     if isinstance(strategy, Strategy):
         _refuse_cluster(type(strategy).__name__, cluster)
         _agree(strategy, accelerator, devices, num_nodes)
-        return _with_precision(strategy, precision, plugins, strategy.device.type)
+        return _fitting(_with_precision(strategy, precision, plugins, strategy.device.type))
     if not isinstance(strategy, str):
         hint = f" Did you mean {strategy.__name__}()?" if isinstance(strategy, type) else ""
         raise TypeError(
@@ -174,7 +174,7 @@ def choose_strategy(
     backend = (options.process_group or {}).get("process_group_backend")
     check_backend(backend, kind, f"{options.written.get('process_group')}(backend='nccl')")
     chosen = choose_precision(precision, plugins, kind)
-    found = _by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster)
+    found = _fitting(_by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster))
     if environment is not None and isinstance(found, DistributedStrategy):
         found.cluster_environment = environment
         found.place(found.devices, num_nodes)
@@ -373,6 +373,16 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
     if type(own) is Precision or isinstance(precision, Precision) or plugins:
         chosen.use_on(torch.device(kind))
         strategy.precision = chosen
+    return strategy
+
+
+def _fitting(strategy: Strategy) -> Strategy:
+    """Return the strategy; raise if it shards a model whose weights its precision quantizes."""
+    if strategy.precision.quantizes and not strategy.holds_whole_module:
+        raise ValueError(
+            f"precision={strategy.precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. "
+            "Use strategy='ddp' or one device, or another precision."
+        )
     return strategy
 
 

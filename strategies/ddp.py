@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from .. import messages
+from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
 from ..torch_private import communication_times, time_every_step
-from .distributed import DistributedStrategy, ProcessOptions, passes_on
+from .distributed import DistributedStrategy, ProcessOptions, passes_on, same_tensors
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=unused,
             **self.ddp_options,
         )
+        if self.talks and self.ddp_options.get("init_sync", True):
+            same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel only knows parameters
         if self.hook[0] is not None:
             self._wrapped.register_comm_hook(*_state_and_hook(*self.hook))
         return self._wrapped

@@ -113,6 +113,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 #: Packages that cost a user's start, or that need not be installed: only functions may import them.
 LAZY = {
     "accelerate",
+    "bitsandbytes",
     "jsonargparse",
     "matplotlib",
     "numpy",
@@ -312,6 +313,28 @@ def test_a_name_says_what_is_inside() -> None:
     assert not [name for name in NAMES if name not in lightnings and vague & set(Path(name).with_suffix("").parts)]
 
 
+#: Names of more than one class. Programs for Accelerate or Lightning know both, or one is a stand-in for the other.
+REPEATED = {
+    "Accelerator": "Accelerate's, the stand-in's, and Lightning's kind of device",
+    "DataLoaderShard": "the type that programs construct, and the type of a prepared loader",
+    "DeepSpeedPlugin": "the stand-in's",
+    "GradientState": "the stand-in's",
+    "ParallelismConfig": "the stand-in's",
+    "ThroughputMonitor": "Lightning's callback, and Fabric's helper",
+    "TorchDynamoPlugin": "the stand-in's",
+}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        for one in classes(TREES[ROOT / name]):
+            found.setdefault(one.name, []).append(name)
+    repeated = {name: files for name, files in found.items() if len(files) > 1}
+    assert not {name: files for name, files in repeated.items() if name not in REPEATED}
+    assert not REPEATED.keys() - repeated
+
+
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     """Lines that hold code: no blank lines, no comments, no docstrings."""
     return len([n for n in lines_of_code(path) if first <= n <= (last or n)])
@@ -349,6 +372,18 @@ def all_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDe
 def test_no_function_is_longer_than_60_lines_of_code() -> None:
     found = [(name, f.name, code_lines(ROOT / name, f.body[0].lineno, f.end_lineno)) for name, f in all_functions()]
     assert not [one for one in found if one[2] > 60]
+
+
+def test_only_the_two_loops_of_a_run_go_over_its_batches() -> None:
+    doors = [name for name in NAMES if not name.startswith("accelerator/") and name != "data/batches.py"]
+    assert [name for name in doors if calls(TREES[ROOT / name], "Batches")] == [
+        "trainer/evaluation.py",
+        "trainer/loop.py",
+    ]
+
+
+def calls(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes(tree))
 
 
 def test_nothing_prints_on_its_own_and_nothing_asserts() -> None:

@@ -153,7 +153,7 @@ class DataSource:
                 "Trainer(use_distributed_sampler=True) do the sharding."
             )
 
-    def keeps_step(self) -> Callable[[bool], bool] | None:
+    def batch_agreement(self) -> Callable[[bool], bool] | None:
         """Return a function that checks for each batch whether every rank has one; None if that is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:

@@ -20,8 +20,8 @@ from ..processes.seed import random_states, set_random_states
 _MOST_ENTRIES = 10_000
 
 
-class Kept:
-    """Saves the contents of objects. :meth:`put_back` restores them in place and can be called repeatedly.
+class SavedState:
+    """Saves the contents of objects. :meth:`restore` restores them in place and can be called repeatedly.
 
     This covers modules, optimizers and plain collections (recursively), and tensors (copied to the host), numpy arrays
     and random generators. The contents of other objects are not saved.
@@ -33,7 +33,7 @@ class Kept:
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that ids are unique
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything. Random states are restored last."""
         for undo in self._undo:
             undo()

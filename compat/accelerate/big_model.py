@@ -34,7 +34,7 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
-    ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
+    ``tied_params_map`` and ``clear_cache``, which only save memory, are not needed.
     """
     if more.get("fp16_statistics") is not None:
         raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
@@ -54,7 +54,8 @@ def set_module_tensor_to_device(
             "value of the same shape."
         )
     new = (old if value is None else value).detach()
-    new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
+    kind = old.dtype if dtype is None else in_dtype(new.dtype, dtype)
+    new = new.to(device, kind, non_blocking=more.get("non_blocking", False))
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
 
 

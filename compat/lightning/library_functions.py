@@ -310,7 +310,7 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
     if not of_all(strategy.broadcast(folder) == folder):
         return False
     if not of_all(os.path.exists(folder)):
-        raise FileNotFoundError(f"{folder!r} does not exist in every process. Create it, or pass a folder that exists.")
+        raise FileNotFoundError(f"{folder!r} is not visible to every process. Create it, or pass a folder that exists.")
     folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
     mark = os.path.join(folder, strategy.broadcast(f".paceline_shared_{uuid.uuid4().hex}"))
     if strategy.is_global_zero:
@@ -341,7 +341,7 @@ def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
 
 
 class LightningEnum(str, Enum):
-    """Base of enums of strings that compare equal to strings without regard to case."""
+    """Base class of string enums whose members compare equal to strings case-insensitively."""
 
     @classmethod
     def from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self:
@@ -375,14 +375,6 @@ class LightningEnum(str, Enum):
 
     def __hash__(self) -> int:
         return hash(self.value.lower())
-
-
-def sized_len(dataloader: Any) -> int | None:
-    """Return an object's length, or None if it has no length."""
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:

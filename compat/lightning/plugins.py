@@ -150,7 +150,7 @@ class PrecisionNames(Precision):
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "removes the loss scale only inside its step. Leave out fused, or use 'bf16-mixed'."
+                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)

@@ -17,7 +17,7 @@ from ...processes.device_transfer import move
 from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
 from .microbatches import ScheduleName
-from .pipeline_schedule import Call, Plan
+from .pipeline_schedule import Call, MicrobatchSchedule
 from .pipeline_stages import Passage, Stages
 from .pipeline_weights import Weights
 
@@ -69,7 +69,7 @@ class Pipeline:
         self.syncs = True
         self.stages: Stages | None = None
         self.weights: Weights | None = None
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, MicrobatchSchedule] = OrderedDict()
         self._passages: dict[Any, dict[int, Passage]] = {}
         self._layouts: list[Any] = []
         self._fresh = True
@@ -205,12 +205,12 @@ class Pipeline:
             self._set_random_state(state)
         return self._output(call, logs, weights)
 
-    def _plan(self, form: Any, call: Call, first: int, count: int) -> Plan:
+    def _plan(self, form: Any, call: Call, first: int, count: int) -> MicrobatchSchedule:
         mode = "training" if call.training else ("inference" if torch.is_inference_mode_enabled() else "no_grad")
         key = (form, count, mode)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self, call, first, count, self._passages.get((form, mode)))
+            plan = self._plans[key] = MicrobatchSchedule(self, call, first, count, self._passages.get((form, mode)))
             self._passages[form, mode] = plan.passages
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
@@ -291,7 +291,7 @@ class Pipeline:
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """Broadcast an object from the pipeline's process ``rank`` to all its processes."""
+        """Broadcast an object from rank ``rank`` of the pipeline to all of the pipeline's ranks."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
@@ -314,8 +314,8 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
-        The values are sent from device to device. Over the host, the processes exchange only a few integers and, if it
-        is new, the layout of the values. The same exchange tells ``weights`` which stages use which weights.
+        The values are sent from device to device. The CPU process group exchanges only a few integers and, if the
+        layout of the values is new, that layout. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).

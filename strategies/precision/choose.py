@@ -9,10 +9,25 @@ import torch
 from ... import messages
 from ...devices.kinds import kind_of
 from .base import Precision, TruePrecision
+from .bitsandbytes import BitsandbytesPrecision
 from .float8 import Float8Precision
 from .mixed import DTYPES, MixedPrecision
 
-PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "fp8-mixed"]
+PrecisionName = Literal[
+    "32-true",
+    "64-true",
+    "16-true",
+    "bf16-true",
+    "16-mixed",
+    "bf16-mixed",
+    "fp8-mixed",
+    "bnb.nf4",
+    "bnb.nf4-dq",
+    "bnb.fp4",
+    "bnb.fp4-dq",
+    "bnb.int8",
+    "bnb.int8-training",
+]
 PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", "fp8", 64, 32, 16]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 ALIASES: dict[str, PrecisionName] = {
@@ -54,10 +69,16 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
     _refuse_dtype(name, kind)
+    return _named(name, kind)
+
+
+def _named(name: Any, kind: str) -> Precision:
     if name == "32-true":
         return Precision()
     if name == "fp8-mixed":
         return Float8Precision(device=kind)
+    if name.startswith("bnb."):
+        return BitsandbytesPrecision(name.removeprefix("bnb."))
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
 
 
