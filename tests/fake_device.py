@@ -151,7 +151,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 def _autocast(op: Any, wanted: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
     def in_dtype(*args: Any, **kwargs: Any) -> Any:
         def cast(value: Any) -> Any:
@@ -186,18 +186,18 @@ class _Random:
 random = _Random()
 
 
-class Event:
+class Event(torch.Event):
     """An event: nothing of this device is ever late."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.recorded = False
+    def __new__(cls, enable_timing: bool = False) -> Event:
+        return super().__new__(cls, NAME, enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
-        self.recorded = True
         calls.append("event")
+        super().record(stream or torch.accelerator.current_stream())
 
     def query(self) -> bool:
-        return self.recorded
+        return True
 
     def synchronize(self) -> None:
         calls.append("wait for event")
@@ -269,13 +269,13 @@ class Group(dist.ProcessGroup):
     """Gloo on the memory of the device's tensors; tensors of the host are taken too."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
-    def _set_default_backend(self, kind: Any) -> None: ...
+    def _set_default_backend(self, backend_type: Any) -> None: ...
 
     def size(self) -> int:
         return self.gloo.size()
@@ -292,18 +292,7 @@ def _collective(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "barrier",
-    "reduce",
-    "scatter",
-    "gather",
-    "alltoall",
-    "send",
-    "recv",
-):
+for _name in "allreduce broadcast allgather barrier reduce scatter gather alltoall send recv".split():
     setattr(Group, _name, _collective(_name))
 
 

@@ -248,7 +248,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
         kind = kind_of(self.device)
-        host, on_device = self.broadcast([torch.get_rng_state(), kind.random_state(self.device)])
+        host, on_device = self.broadcast((torch.get_rng_state(), kind.random_state(self.device)))
         torch.set_rng_state(host)
         if on_device is not None:
             kind.set_random_state(on_device, self.device)

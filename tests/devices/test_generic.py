@@ -267,7 +267,7 @@ def walk_of_the_answers() -> None:
     assert str(moved[0].device) == str(moved[1]["a"].device) == FAKE
     assert move(nn.utils.rnn.pack_sequence([torch.ones(2)]), device).data.device == device
     with pytest.raises(RuntimeError, match="device"):
-        moved[0] + torch.ones(3)  # a tensor of the host
+        torch.add(moved[0], torch.ones(3))  # a tensor of the host
 
 
 def test_a_device_that_only_torch_knows_answers_every_question() -> None:
@@ -297,7 +297,7 @@ def walk_of_memory(folder: Path) -> None:
         if batch_size > 4:
             raise torch.OutOfMemoryError("out of memory")
 
-    work()
+    work()  # type: ignore[reportCallIssue]
     assert sizes == [8, 4]
     recorder = Recorder()
     callbacks = [DeviceStatsMonitor(), ModelCheckpoint(folder, filename="a")]
