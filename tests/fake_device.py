@@ -292,7 +292,7 @@ def _collective(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in "allreduce broadcast allgather barrier reduce scatter gather alltoall send recv".split():
+for _name in ("allreduce", "broadcast", "allgather", "barrier", "reduce", "scatter", "gather"):
     setattr(Group, _name, _collective(_name))
 
 
