@@ -455,7 +455,7 @@ class PreparedLoader(DataLoader[Any]):
     def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
         """Restart a saved pass from its beginning, in the same order."""
         present = host_random_states()
-        load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
+        load_loader_state(self._order, position["loader"], mid_epoch=True, restarts=True)
         set_random_states(position["random_at_start"])
         found = self._begin(position["epoch"])
         set_random_states(present)

@@ -35,6 +35,7 @@ from ..processes.seed import PrivateRandomness
 from .combined_loader import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
 from .sample_order import RUN_NOTHING, cuts, from_item
+from .streams import counts_ranks_at_creation, num_ranks_of, splits_shards
 from .uneven_shards import Division, RoundShare, Shard
 
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
@@ -42,9 +43,6 @@ _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 
 #: Attributes for the number of ranks, one of which a sampler that splits the samples by rank has (torch, transformers).
 _RANKS = ("num_replicas", "world_size", "dp_size")
-
-#: Attributes of iterable datasets that split themselves by rank (Hugging Face, LitData and Mosaic).
-_KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
 
 def shard_training(loader: Any, rank: int, world: int) -> Any:
@@ -368,10 +366,16 @@ def is_split(loader: Any) -> bool:
         return True
     if not isinstance(dataset, IterableDataset):
         return False
-    if any(getattr(dataset, name, None) is not None for name in _KNOWS_RANKS):
+    if splits_shards(dataset):
         return True
-    processes = getattr(dataset, "num_replicas", None) or getattr(dataset, "world_size", None)
-    return isinstance(processes, int) and processes > 1 and hasattr(dataset, "rank")
+    known = num_ranks_of(dataset)
+    if known == 1 and counts_ranks_at_creation(dataset):
+        raise ValueError(
+            f"The {type(dataset).__name__} was created before this run's processes started. It found 1 rank then, so "
+            "every rank would read all of its samples. Create it later: in train_dataloader() of the module or "
+            "DataModule, or after the Accelerator."
+        )
+    return known is not None and known > 1
 
 
 def _ending(loader: CombinedLoader) -> list[Any]:
