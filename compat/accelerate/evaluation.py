@@ -38,7 +38,7 @@ def loss_of_all(value: Any, size: int, full: int, state: GradientState, strategy
         strategy: its strategy.
     """
     loader, items = state.counted or (None, None)
-    if items is None or loader is not state.active_dataloader:
+    if items is None or loader is None or loader is not state.active_dataloader:
         return value
     repeats = isinstance(value, Tensor) and value.shape == (size,) and bool((value == value[0]).all())
     own = [1, loader.rows < full, loader.rows > 0, items, value[0]] if repeats else [0] * 5

@@ -78,8 +78,7 @@ def _named(name: Any, kind: str) -> Precision:
     if name == "fp8-mixed":
         return Float8Precision(device=kind)
     if name.startswith("bnb."):
-        mode: Any = name.removeprefix("bnb.")
-        return BitsandbytesPrecision(mode)
+        return BitsandbytesPrecision(name.removeprefix("bnb."))
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
 
 

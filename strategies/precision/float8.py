@@ -117,8 +117,8 @@ class Float8Precision(MixedPrecision):
 
 
 def _multiplies_in_8_bits(device: torch.device) -> bool:
-    found = kind_of(device).capability(device)
-    return found is not None and found >= _CAPABILITY
+    capability = kind_of(device).capability(device)
+    return capability is not None and capability >= _CAPABILITY
 
 
 def _described(device: torch.device) -> str:
