@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from ...devices.kinds import kind_of
 from . import microbatches as micro
 from .pipeline_stages import Passage, StageExit, StageRun, Stages, TensorForm, is_fake
 
@@ -102,7 +103,7 @@ class Call:
                 "Return 'num_items' for all micro-batches or for none."
             )
         weights = self.items if form[0] else self.sizes
-        loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
+        loss = micro.mean([loss.to(kind_of(loss.device).widest_float) for loss in losses], weights)
         total = sum(weights)
         return [loss, total, total / self.unit] if self.unit else [loss], form
 

@@ -251,9 +251,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
         kind = kind_of(self.device)
-        host, on_device = self.broadcast([torch.get_rng_state(), kind.random_state(self.device)])
-        if host is not None:
-            torch.set_rng_state(host)
+        host, on_device = self.broadcast((torch.get_rng_state(), kind.random_state(self.device)))
+        torch.set_rng_state(host)
         if on_device is not None:
             kind.set_random_state(on_device, self.device)
         part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
