@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from ... import messages
@@ -130,7 +129,11 @@ class _Attention(TorchFunctionMode):
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None
         key, value = (self._all_parts(tensor)[..., :seen, :] for tensor in (key, value))
-        mask: Any = causal_lower_right(length, seen) if is_causal and seen is not None else None
+        mask: Any = None
+        if is_causal and seen is not None:
+            from torch.nn.attention.bias import causal_lower_right  # importing it takes half a second
+
+            mask = causal_lower_right(length, seen)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:
