@@ -74,7 +74,7 @@ class BitsandbytesPrecision(MixedPrecision):
         require_bitsandbytes(f"precision='bnb.{mode}'")
         super().__init__("bf16-mixed")
         self.name = f"bnb.{mode}"
-        self.mode = mode
+        self.mode: Mode = mode
         self.ignore_modules = frozenset(ignore_modules or ())
         self._asked = dtype
 

@@ -89,6 +89,35 @@ def test_a_model_in_memory_and_in_files_are_quantized_alike_and_can_be_saved(kin
     same(here, read)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_state_of_a_prepared_model_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
+    def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            accelerator.backward(net.train()(torch.arange(step, step + 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                net.eval()(torch.arange(16))
+
+    def start(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        net = load_and_quantize_model(Model(), CONFIGS[kind]).float()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        return accelerator.prepare(net, torch.optim.AdamW(trained, lr=0.01))
+
+    accelerator = Accelerator(cpu=True)
+    whole, optimizer = start(5)
+    train(whole, optimizer, range(3))
+    accelerator.save_state(str(tmp_path))
+    train(whole, optimizer, range(3, 6))
+    accelerator = Accelerator(cpu=True)
+    resumed, optimizer = start(6)
+    resumed(torch.arange(16))
+    accelerator.load_state(str(tmp_path))
+    train(resumed, optimizer, range(3, 6))
+    same(whole, resumed)
+
+
 def test_which_modules_are_left_out() -> None:
     assert get_keys_to_not_convert(model()) == ["head"]
     tied = model()

@@ -175,6 +175,10 @@ def test_which_layers_are_quantized() -> None:
     tied = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     assert chosen(tied) == ["3"]
+    twice = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    twice.append(twice[0])
+    assert chosen(twice) == ["0"]
+    assert twice[2] is twice[0]
     with pytest.raises(ValueError, match=r"precision='bnb.nf4' finds no layer of Sequential to quantize.* 1 linear"):
         chosen(nn.Sequential(nn.Linear(8, 8)), ignore_modules={"0"})
 
