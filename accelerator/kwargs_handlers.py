@@ -90,6 +90,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        for name, default, why in (
+            ("dim", 0, "each process has one device"),
+            ("check_reduction", False, "torch always checks that gradients are reduced"),
+        ):
+            messages.ignored(type(self).__name__, why, default, **{name: getattr(self, name)})
         named = DDPCommunicationHookType
         if self.comm_hook is named.BATCHED_POWER_SGD:
             raise NotImplementedError(

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
 from ..processes.environments import ClusterEnvironment
@@ -261,8 +262,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}): Paceline only supports the devices that torch itself supports, not XLA "
-            "devices. Choose 'auto' to use the best device on this machine."
+            f"Trainer(strategy={strategy!r}): a TPU is a device in Paceline, not a strategy. Choose "
+            "accelerator='tpu', and strategy='auto', 'ddp' or 'fsdp'."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
     raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
@@ -274,9 +275,9 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
 def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.device]:
     """Return the devices for this machine's processes, one per process."""
     if cluster is None:
-        return find_devices(1 if devices == "auto" and kind != "cuda" else devices, kind)
+        return find_devices(devices, kind)
     started = cluster.local_world_size
-    if devices != "auto" or kind != "cuda":
+    if devices != "auto" or not kind_of(kind).is_numbered:
         found = find_devices(started if devices == "auto" else devices, kind)
         if len(found) != started and devices != -1:
             raise ValueError(
@@ -284,8 +285,8 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
                 f"started {started}. Leave devices out, or start {len(found)} processes."
             )
         return found
-    present = torch.cuda.device_count()
-    return find_devices(1 if present == 1 else started, kind)  # if 1, each process sees only its own GPU
+    present = kind_of(kind).count()
+    return find_devices(1 if present == 1 else started, kind)  # if 1, each process sees only its own device
 
 
 def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrategy, name: str = "") -> int:

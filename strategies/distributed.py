@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..big_model.quantized_layers import quantized_layers
+from ..devices.kinds import kind_of
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.device_transfer import in_dtype
@@ -255,7 +256,7 @@ class DistributedStrategy(Strategy):
             raise RuntimeError(
                 f"A process group of {dist.get_world_size()} processes already exists, but this run has "
                 f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
-                "init_process_group, or pass the devices of that group."
+                "init_process_group, or set devices and num_nodes to match that group."
             )
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()
@@ -277,7 +278,8 @@ class DistributedStrategy(Strategy):
         """The process group's backend."""
         if self.process_group_backend is not None:
             return self.process_group_backend
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        backend = kind_of(self.device).collective_backend()
+        return backend if backend == "gloo" else f"cpu:gloo,{self.device.type}:{backend}"
 
     @property
     def world_size(self) -> int:

@@ -36,7 +36,7 @@ def set_module_tensor_to_device(
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
     The weight of a layer of bitsandbytes is quantized, unless it is already; ``fp16_statistics`` are then the scales of
-    8-bit weights. ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
+    8-bit weights. ``tied_params_map`` and ``clear_cache``, which only save memory, are not needed.
     """
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
@@ -58,7 +58,8 @@ def set_module_tensor_to_device(
             "value of the same shape."
         )
     new = (old if value is None else value).detach()
-    new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
+    kind = old.dtype if dtype is None else in_dtype(new.dtype, dtype)
+    new = new.to(device, kind, non_blocking=more.get("non_blocking", False))
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
 
 

@@ -188,6 +188,7 @@ def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
     """Write a configuration file (by default, the user's own). Return its path, or False if it already exists."""
+    messages.ignored("write_basic_config", "the file holds only mixed_precision", False, **more)
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")

@@ -9,12 +9,12 @@ import functools
 import operator
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import UNKNOWN, Package, Target, placeholder, surface
 from . import probes
-from .surface import SURFACE
 
 #: The version of Accelerate that has these names; programs see it as the installed version.
 VERSION = "1.15.0"
+SURFACE = surface("accelerate")
 
 MODULES = frozenset(module.removeprefix("accelerate").removeprefix(".") for module in SURFACE) - {""}
 
@@ -108,7 +108,7 @@ _PLACES = {
     ),
     "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
-        "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
+        "clean_state_dict_for_safetensors compile_regions get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
         "save_fsdp_model save_fsdp_optimizer"
     ),
@@ -128,6 +128,7 @@ _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
     "LOGGER_TYPE_TO_CLASS": Target("accelerator.trackers", "_classes"),
     "check_device_map": Target("big_model.device_map", "check_coverage"),
+    "extract_model_from_parallel": Target("accelerator.models", "unwrap_model"),
     "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }

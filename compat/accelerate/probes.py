@@ -29,10 +29,9 @@ _OTHER_PACKAGES = {
 }
 #: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
 #: devices that they stand for.
-_NEVER = (
-    "bitsandbytes_multi_backend fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
-    "transformer_engine_mxfp8 xccl xpu"
-)
+_NEVER = "bitsandbytes_multi_backend fp8 megatron_lm pippy torch_xla transformer_engine_mxfp8 xccl"
+#: Names for ``is_..._available`` that are kinds of devices.
+_DEVICES = "cuda hpu mlu mps musa neuron npu sdaa xpu"
 
 
 def _installed(packages: str) -> bool:
@@ -48,16 +47,13 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-def _cuda() -> bool:
-    return _torch().cuda.is_available()
-
-
-def _mps(min_version: str = "1.12") -> bool:
-    return _torch().backends.mps.is_available()
+def _sees(name: str, *_: Any, **__: Any) -> bool:
+    """Return True if this process sees a device of a kind; imports torch only when it is called."""
+    return import_module("...devices.kinds", __package__).kind_of(name).is_available()
 
 
 def _bf16(ignore_tpu: bool = False) -> bool:
-    return not _cuda() or _torch().cuda.is_bf16_supported()
+    return not _sees("cuda") or import_module("...devices.kinds", __package__).CUDA_KIND.computes_in_bfloat16()
 
 
 def is_peft_model(model: Any) -> bool:
@@ -78,13 +74,12 @@ ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
     "is_bnb_available": is_bnb_available,
-    "is_cuda_available": _cuda,
-    "is_fp16_available": lambda: _cuda() or _mps(),
+    **{f"is_{name}_available": partial(_sees, name) for name in _DEVICES.split()},
+    "is_fp16_available": lambda: _sees("cuda") or _sees("mps"),
     "is_habana_gaudi1": _no,
-    "is_mps_available": _mps,
     "is_peft_model": is_peft_model,
     "is_torch_xpu_tensor": _no,
-    "is_rocm_available": lambda: _cuda() and _torch().version.hip is not None,
+    "is_rocm_available": lambda: _sees("cuda") and _torch().version.hip is not None,
     "is_torch_distributed_available": lambda: _torch().distributed.is_available(),
     "is_weights_only_available": lambda: True,
 }

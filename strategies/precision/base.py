@@ -24,7 +24,7 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 class Precision:
     """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
-    :meth:`bind_forward` is called once, when a run starts, and returns the step itself if the step needs no context.
+    :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
     """
 
     #: The canonical name, as in ``Trainer(precision=...)``.

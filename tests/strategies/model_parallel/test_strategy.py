@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.data import DataLoader
 
 from paceline import Trainer, TrainingModule
@@ -499,9 +500,13 @@ def placed(count: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("world", "sizes", "by_items"),
-    [(2, {}, True), (4, {"tensor_parallel": 2}, False), (4, {"data_parallel_shard": 2}, False)],
+    [
+        (2, {"activation_checkpointing": True}, True),
+        (4, {"tensor_parallel": 2}, False),
+        (4, {"data_parallel_shard": 2}, False),
+    ],
 )
-def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, int], by_items: bool) -> None:
+def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, Any], by_items: bool) -> None:
     data = placed(4)
 
     def run() -> Any:
@@ -537,6 +542,18 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         step = SplitSequences(mesh, 1).bind(lambda b: F.scaled_dot_product_attention(q, q, q, torch.ones(2, 2) > 0))
         with pytest.raises(NotImplementedError, match=r"attn_mask.*context_parallel=2"):
             step(x)
+        strategy = ModelParallelStrategy(context_parallel=2, context_parallel_dims=1)
+        strategy._sequences = SplitSequences(mesh, 1)
+        assert "call backward inside the same `with` block" in str(strategy.explain(CheckpointError("differs")))
+        with pytest.raises(
+            RuntimeError, match=r"context_parallel_dims=1\) already splits .*context_parallel_dims=\{\}"
+        ):
+            strategy.split_sequences([x], [1])
+        with pytest.raises(
+            ValueError, match=r"maybe_context_parallel\(buffer_seq_dims=...\) says that dimension 2 of buff"
+        ):
+            SplitSequences(mesh, {}).split([x], [2], ()).__enter__()
+        assert x.shape == (2, 4)
 
     ranks(2, partial(_with_group, run))
 
