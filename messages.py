@@ -145,12 +145,12 @@ def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
     return "library" if is_library or file == "<string>" or os.path.dirname(file) == _PROGRAMS else "user"
 
 
-def warn_once(text: str, key: str | None = None) -> None:
+def warn_once(text: str, key: str | None = None, category: type[PacelineWarning] = PacelineWarning) -> None:
     """Like :func:`warn`, but only once per process for each text (or ``key``)."""
     key = key or text
     if key not in _said:
         _said.add(key)
-        warn(text)
+        warn(text, category)
 
 
 def info_once(text: str, key: str | None = None) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ from .model_weights import ModelWeights
 from .models import refuse_processes, unwrap_model
 from .observed_methods import time_methods
 from .optimizers import AcceleratedOptimizer
+from .parallelism_config import ParallelismConfig, check_buffers
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
-from .properties import Facts
+from .properties import AcceleratorProperties
 from .save_state import States
 from .schedulers import AcceleratedScheduler
 from .state_contents import Contents
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
-    from .parallelism_config import ParallelismConfig
     from .plugins import (
         DeepSpeedPlugin,
         FullyShardedDataParallelPlugin,
@@ -83,7 +83,7 @@ _TIMED = {
 }
 
 
-class Accelerator(Facts):
+class Accelerator(AcceleratorProperties):
     """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
 
     Example::
@@ -123,7 +123,8 @@ class Accelerator(Facts):
             profiler.
         dynamo_backend: backend to compile models with.
         dynamo_plugin: the backend and other compilation settings.
-        parallelism_config: sizes of the tensor-parallel, sharded and replicated dimensions.
+        parallelism_config: sizes of the dimensions along which layers and sequences are split and parameters
+            sharded and replicated.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
@@ -431,14 +432,16 @@ class Accelerator(Facts):
         """Gather a batch's results from all processes, so that the result contains each sample once.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. All other
-        values are gathered in full.
+        values are gathered in full. If ``maybe_context_parallel`` has split the batch, each process has the results of
+        one part of each sequence; the parts' results then follow each other along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
             use_gather_object: whether to gather the data as Python objects.
         """
         loader = self.gradient_state.active_dataloader
-        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
+        in_parts = self.gradient_state.split_batch == self.gradient_state.batch
+        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object, in_parts)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Reduce tensors across processes, then multiply them by ``scale``; ``"none"`` skips the reduction."""
@@ -466,15 +469,28 @@ class Accelerator(Facts):
 
     clear = free_memory
 
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported. To split sequences, use ``Trainer(strategy=ModelParallelStrategy(...))``."""
-        if kwargs.get("buffers") or args:
-            raise NotImplementedError(
-                "accelerator.maybe_context_parallel is not supported, because splitting sequences needs control of the "
-                "entire step. Use Trainer(strategy=ModelParallelStrategy(context_parallel=..., "
-                "context_parallel_dims=...))."
-            )
-        return nullcontext()
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Context manager that splits sequences with ``ParallelismConfig(cp_size=...)``; has no effect without it.
+
+        Inside it, each process has its part of each sequence: process r of n has the r-th of n successive parts.
+        Attention (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and
+        ``accelerator.backward`` inside it. Labels must already be shifted. If the parts differ in the number of tokens
+        that the loss counts, pass it to ``backward(num_items=...)``, else each part has the same weight.
+
+        Args:
+            buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: those of the buffers that may keep their part afterwards.
+        """
+        tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
+        check_buffers(tensors, dims, unrestored)
+        self.gradient_state.split_batch = self.gradient_state.batch
+        return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""

@@ -14,7 +14,7 @@ from .kwargs_handlers import sort_handlers
 from .loaders import DataLoaderConfiguration
 from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo
 from .process_state import stays_on_cpu
-from .random_seeds import KINDS
+from .random_seeds import kinds
 from .strategy_options import Choice, choose
 
 #: Arguments that are also settings with the same name.
@@ -115,8 +115,8 @@ def read_arguments(**arguments: Any) -> Arguments:
 def _random_kinds(given: Sequence[Any] | None) -> list[str]:
     found = [str(getattr(kind, "value", kind)) for kind in given or ()]
     for kind in found:
-        if kind not in KINDS:
-            raise ValueError(messages.unknown("rng_type in Accelerator(rng_types=[...])", kind, KINDS))
+        if kind not in kinds():
+            raise ValueError(messages.unknown("rng_type in Accelerator(rng_types=[...])", kind, kinds()))
     return found
 
 

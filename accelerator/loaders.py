@@ -27,11 +27,12 @@ from ..data.sample_order import cuts, takes_indices
 from ..data.sharding import is_split, last_share, repeats, shard
 from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
+from ..devices.kinds import kind_of
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .accumulation import GradientState
 from .dispatched_loader import Dispatched
-from .loader_positions import Loaded, Pass, Place, resumed
+from .loader_positions import LoadedPosition, Pass, Place, resumed
 from .nested_tensors import rows_of
 from .random_seeds import share_random_state
 
@@ -285,7 +286,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _looks_ahead(self) -> bool:
         """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
-        if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
+        if kind_of(self.strategy.device).overlaps_copies() or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
@@ -368,7 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._place.epoch if current is None else current.epoch
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> LoadedPosition | None:
         """The loaded position; None if no position was loaded, or once the next pass has begun."""
         return self._place.resume
 
@@ -435,7 +436,7 @@ class PreparedLoader(DataLoader[Any]):
             load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
             return
         last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
-        place.resume = Loaded({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        place.resume = LoadedPosition({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
@@ -454,7 +455,7 @@ class PreparedLoader(DataLoader[Any]):
     def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
         """Restart a saved pass from its beginning, in the same order."""
         present = host_random_states()
-        load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
+        load_loader_state(self._order, position["loader"], mid_epoch=True, restarts=True)
         set_random_states(position["random_at_start"])
         found = self._begin(position["epoch"])
         set_random_states(present)

@@ -236,7 +236,9 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         state_dict_type: ``"FULL_STATE_DICT"`` (a checkpoint is one file) or ``"SHARDED_STATE_DICT"`` (each process
             writes its own shards).
         activation_checkpointing: whether to recompute each block's forward pass during backward.
-        ignored_modules, param_init_fn, activation_checkpointing_offload: not supported.
+        ignored_modules: modules whose parameters are not sharded: a list, or a regular expression that matches their
+            full names. Gradients of their trainable parameters are averaged across processes, like all others.
+        param_init_fn, activation_checkpointing_offload: not supported.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
             cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
     """

@@ -249,7 +249,7 @@ class Prepared:
         return wrapper
 
     def _add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it steps only after complete windows, through its model's strategy."""
+        """Wrap an optimizer so that it steps, through its model's strategy, only at the end of a window."""
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None

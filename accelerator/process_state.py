@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..processes.devices import find_kind
 from ..processes.process_group import leave
 from ..settings import resolve
@@ -181,9 +182,8 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Set torch's current CUDA device to this process's device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        """Make this process's device the current one."""
+        kind_of(self.device).make_current(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave ``group``, or the default process group if it is None. Every process must call this."""

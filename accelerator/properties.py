@@ -47,7 +47,7 @@ class Shown(Generic[T]):
         setattr(self._part(accelerator), self._name, value)
 
 
-class Facts(Processes):
+class AcceleratorProperties(Processes):
     """The properties of an Accelerator."""
 
     state: AcceleratorState

@@ -98,7 +98,7 @@ class States:
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Call the hooks, which may write files. Weights that they remove from the list on rank 0 are not saved."""
+        """Call the hooks, which may write files. Weights that a hook removes from the list on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None

@@ -93,8 +93,8 @@ def _chosen(choice: Choice, cpu: bool) -> Strategy:
     if len(placed) == (1 if cluster is None else cluster.local_world_size):
         return choose_strategy(strategy, placed[0].type, _listed(placed), precision=precision, options=choice.options())
     alone = cluster is None
-    if alone and kind == "cuda":
-        _say_unused(count("cuda"))
+    if alone and kind != "cpu":
+        _say_unused(count(kind))
     accelerator, devices = "cpu" if cpu else "auto", 1 if alone else "auto"
     return choose_strategy(strategy, accelerator, devices, precision=precision, options=choice.options())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..data.batches import batch_size_of
+from ..devices.kinds import kind_of
 from ..profilers.base import Profiler
 from .device_clock import EVERY, DeviceClock
 from .measurements import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
@@ -213,8 +214,9 @@ class Doctor(Profiler):
     def begin(self, subject: TrainerSubject | OwnLoop) -> None:
         """Start measuring. Called right before the first step."""
         self.subject = subject
-        if subject.strategy.device.type == "cuda":
-            self.device_clock = DeviceClock()
+        kind = kind_of(subject.strategy.device)
+        if kind.has_timed_events():
+            self.device_clock = DeviceClock(partial(kind.new_event, timed=True))
         self.step_watch = StepWatch() if self.operators and not subject.is_compiled else None
         self.compilations.begin()
         subject.measure_communication()
@@ -316,8 +318,8 @@ class Doctor(Profiler):
         facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
         facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
         facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
-        if facts.device == "cuda":
-            facts.device_name = torch.cuda.get_device_name(strategy.device)
+        if facts.device != "cpu":
+            facts.device_name = kind_of(strategy.device).name_of(strategy.device)
         done = self.clock.totals[STEPS] - WARM_UP  # a long run keeps only its newest rows
         kept = facts.steps / done if done > 0 else 0.0
         facts.updates = max(0, round((subject.updates - self._updates) * kept))

@@ -228,7 +228,7 @@ class FabricTrainer:
         return getattr(self._fabric, name)
 
 
-def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
+def attach_to_fabric(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
     """Make a LightningModule, and all LightningModules inside it, log and optimize through Fabric."""
     trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
     for one in module.modules():

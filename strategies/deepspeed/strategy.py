@@ -66,6 +66,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """
 
     names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(

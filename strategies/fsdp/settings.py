@@ -97,6 +97,7 @@ class FSDPSettings:
             "cpu_offload": _offload(self.cpu_offload) or None,
             "activation_checkpointing": _truth(self.activation_checkpointing) or None,
             "mixed_precision": _policy(self.mixed_precision_policy),
+            "ignored_modules": self.ignored_modules or None,
         }
         if self.state_dict_type is not None:
             kind = _word("state_dict_type", self.state_dict_type, STATES)
@@ -111,8 +112,6 @@ class FSDPSettings:
 
     def _refuse(self) -> None:
         fixes = {
-            "ignored_modules": "FSDP does not reduce the gradients of modules that it ignores. Freeze those modules "
-            "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
             "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by an "
             "enclosing module's _init_weights(module). Define one of the two.",
             "activation_checkpointing_offload": "activations that are kept for recomputation stay on the device. Use "
