@@ -66,9 +66,9 @@ class CUDA(DeviceKind):
     def capability(self, device: torch.device) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(device)
 
-    def computes_in_bfloat16(self) -> bool:
-        """Return True if the current GPU has bf16 arithmetic."""
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    def computes_in_bfloat16(self, emulated: bool = True) -> bool:
+        """Return True if the current GPU has bf16 arithmetic; unless ``emulated``, only if it does not emulate it."""
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(emulated)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 

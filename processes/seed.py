@@ -163,13 +163,12 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
     """
     states = random_states()
-    cuda = states.pop("cuda", [])
+    if not include_cuda:
+        states.pop("cuda", None)
     try:
         yield
     finally:
         set_random_states(states)
-        if include_cuda:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 class PrivateRandomness:
