@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import messages
-from ..devices.kinds import accelerators, kind_of
+from ..devices.kinds import CUDA_KIND, accelerators, kind_of
 
 SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
 WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
@@ -163,12 +163,13 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
     """
     states = random_states()
-    if not include_cuda:
-        states.pop("cuda", None)
+    cuda = states.pop("cuda", [])
     try:
         yield
     finally:
         set_random_states(states)
+        if include_cuda:
+            CUDA_KIND.set_random_states(cuda)
 
 
 class PrivateRandomness:

@@ -75,7 +75,7 @@ class BitsandbytesPrecision(MixedPrecision):
         require_bitsandbytes(f"precision='bnb.{mode}'")
         super().__init__("bf16-mixed")
         self.name = f"bnb.{mode}"
-        self.mode = mode
+        self.mode: Mode = mode
         self.ignore_modules = frozenset(ignore_modules or ())
         self._asked = dtype
 
@@ -125,6 +125,6 @@ class BitsandbytesPrecision(MixedPrecision):
 def _default_dtype(mode: Mode, device: torch.device) -> torch.dtype:
     if mode == "int8-training":
         return torch.float32
-    if device.type == "cuda" and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16(emulated=False)):
+    if device.type == CUDA_KIND.name and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16(False)):
         return torch.float16
     return torch.bfloat16

@@ -117,7 +117,8 @@ class Float8Precision(MixedPrecision):
 
 
 def _multiplies_in_8_bits(device: torch.device) -> bool:
-    return (kind_of(device).capability(device) or (0, 0)) >= _CAPABILITY
+    capability = kind_of(device).capability(device)
+    return capability is not None and capability >= _CAPABILITY
 
 
 def _described(device: torch.device) -> str:
