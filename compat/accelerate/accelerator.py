@@ -18,7 +18,6 @@ from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .loaders import DataLoaderShard
-from .models import extract_model_from_parallel
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -48,7 +47,7 @@ class Accelerator(accelerator.Accelerator):
         self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
 
@@ -72,10 +71,6 @@ class Accelerator(accelerator.Accelerator):
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _mark_models(self) -> None:
         for model in self._models:
@@ -118,12 +113,12 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_value_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 

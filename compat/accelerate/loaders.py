@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ... import messages
-from ...accelerator.accumulation import GradientState
 from ...accelerator.dispatched_loader import Dispatched
 from ...accelerator.loader_positions import FirstUse, Pass
 from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
-from ...accelerator.random_seeds import share_random_state
 from ...data.batches import Batches
 from ...data.combined_loader import length_of
 from ...data.loaders import announce_epoch, replaced, users_generators
@@ -32,8 +30,7 @@ class DataLoaderShard(PreparedLoader):
     handed out. Iterable datasets are read by process 0.
 
     Args:
-        rng_types: RNG states that all processes take from process 0 when a pass begins; see
-            ``synchronize_rng_states``.
+        **options: other arguments of ``PreparedLoader``; the loader decides on a seed itself.
     """
 
     def __init__(
@@ -41,26 +38,23 @@ class DataLoaderShard(PreparedLoader):
         loader: DataLoader[Any],
         strategy: Strategy,
         config: DataLoaderConfiguration,
-        gradient_state: GradientState | None = None,
-        seed: int | None = None,
         device_placement: bool = True,
-        rng_types: Sequence[Any] = (),
+        **options: Any,
     ) -> None:
-        sampler, seed = sampler_of(loader), None
+        sampler, options["seed"] = sampler_of(loader), None
         central = dispatches(loader, config, device_placement)
         if central:
             loader = replaced(loader, generator=None)
         if config.use_seedable_sampler:
             if isinstance(sampler, RandomSampler):
                 own = torch.initial_seed() if config.data_seed is None else config.data_seed
-                seed = _shared(strategy.gather_objects(own))
+                options["seed"] = _shared(strategy.gather_objects(own))
                 sampler.generator = torch.Generator()
         elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
-        kinds = [kind for kind in map(str, rng_types) if kind != "generator"]
         config = replace(config, dispatch_batches=central, data_seed=None)
-        vars(self).update(_sampler=sampler, _rng_types=kinds, _first=True)
-        super().__init__(loader, strategy, config, gradient_state, seed, device_placement)
+        vars(self).update(_sampler=sampler, _first=True)
+        super().__init__(loader, strategy, config, device_placement=device_placement, **options)
 
     @property
     def samples(self) -> int:
@@ -86,8 +80,6 @@ class DataLoaderShard(PreparedLoader):
             else:
                 for generator in users_generators(self._source):
                     generator.set_state(strategy.broadcast(generator.get_state()))
-            for kind in self._rng_types:
-                share_random_state(strategy, kind)
         vars(self)["_first"] = False
         return super()._batches(epoch, start, resume)
 
@@ -100,11 +92,11 @@ class DataLoaderShard(PreparedLoader):
     def _looks_ahead(self) -> bool:
         return True
 
-    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+    def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
         try:
-            yield from super()._hand_out(one, iterator)
+            yield from super()._yield_batches(one, iterator)
             self._place.epoch += 1
         finally:  # some loops take the last batch, but do not ask for another one
             if use.seen and self.end_of_dataloader:

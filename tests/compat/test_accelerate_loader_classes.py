@@ -163,8 +163,6 @@ def dispatched() -> list[Any]:
 
 def test_a_dispatcher_created_by_hand_is_read_by_process_0_for_all() -> None:
     assert ranks(2, dispatched) == [[[[0, 1], [4, 5]], [[4, 5]]], [[[2, 3], [6, 7]], [[6, 7]]]]
-    with pytest.raises(NotImplementedError, match=r"slice_fn=\.\.\.\) is not supported"):
-        DataLoaderDispatcher(SAMPLES, slice_fn=print)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
