@@ -111,7 +111,7 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
 
     def cut(value: Any) -> Any:
         sized = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
-        if sized and len(value) == own:
+        if sized and len(value) in (own, counting):
             return value[:counting]
         whole.append(f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__)
         return value

@@ -84,7 +84,8 @@ class ParallelismConfig:
             ``accelerator.maybe_context_parallel``. Parameters are sharded across them too.
         cp_handler: settings for context parallelism.
         sp_size: not supported above 1; use ``cp_size``.
-        cp_backend, sp_backend, sp_handler: accepted and ignored.
+        cp_backend, sp_backend: each has only one value.
+        sp_handler: has no effect.
     """
 
     dp_replicate_size: int | None = None
@@ -109,6 +110,8 @@ class ParallelismConfig:
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+        why = "sequences are split by cp_size, not by DeepSpeed"
+        messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
                 f"ParallelismConfig: cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one "

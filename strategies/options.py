@@ -85,8 +85,8 @@ class Options:
             return found
         if mesh and found.pop("sharding", None) == "hybrid":
             raise ValueError(
-                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Use "
-                "dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
+                f"{self.written['fsdp']} asks for HYBRID_SHARD, which cannot be combined with the tensor parallelism "
+                f"of {self.written['mesh']}. Use dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
             )
         return found | dict(mesh)
 

@@ -150,7 +150,7 @@ class PrecisionNames(Precision):
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "removes the loss scale only inside its step. Leave out fused, or use 'bf16-mixed'."
+                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
@@ -184,17 +184,6 @@ class AcceleratorNames(Accelerator):
         """Do nothing, because a Strategy sets up its own device."""
 
 
-class XLAAccelerator(Accelerator):
-    """Lightning's accelerator for TPUs, which Paceline does not support."""
-
-    name = "tpu"
-
-    @classmethod
-    def auto_device_count(cls) -> int:
-        """Return 0, because TPUs are not supported."""
-        return 0
-
-
 def install() -> None:
     """Add the attributes and methods that Paceline's classes lack."""
     for names in (StrategyNames, PrecisionNames, AcceleratorNames):
@@ -202,7 +191,6 @@ def install() -> None:
         for name, value in vars(names).items():
             if not hasattr(owner, name):
                 setattr(owner, name, value)
-    AcceleratorRegistry["tpu"] = XLAAccelerator
 
 
 # ---- strategy arguments ----------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
+from ...devices.kinds import present
+from ...processes.device_transfer import move_in_place
 from ...torch_private import (
     after_backward,
     backward_hooks,
@@ -109,6 +111,7 @@ class FSDPStrategy(DistributedStrategy):
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
     communicates_forward = True
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(
@@ -212,7 +215,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager for creating layers. Weights loaded into meta-device layers are read after sharding."""
+        """Context manager for creating layers. Weights loaded into them on the meta device are read after sharding."""
         with super().init_context(), self._noting():
             yield
 
@@ -227,7 +230,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
-        Deferred weights are only allocated here; :meth:`settle_weights` reads them.
+        Weights whose loading was deferred are allocated here but read later, by :meth:`settle_weights`.
         """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
@@ -343,7 +346,7 @@ class FSDPStrategy(DistributedStrategy):
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
             if tensor.device != self.device:
-                tensor.data = tensor.data.to(self.device)
+                move_in_place(tensor, self.device)
         if self.talks:
             with self._at("broadcasting rank 0's weights"):
                 _broadcast(tensors)
@@ -598,7 +601,7 @@ class _Holder(nn.Module):
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     if isinstance(asked, OffloadPolicy):
         return asked
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=present().overlaps_copies()) if asked else OffloadPolicy()
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

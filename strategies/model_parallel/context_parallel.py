@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from ... import messages
@@ -249,7 +248,11 @@ class _Attention(TorchFunctionMode):
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None
         key, value = (self._all_parts(tensor)[..., :seen, :] for tensor in (key, value))
-        mask: Any = causal_lower_right(length, seen) if is_causal and seen is not None else None
+        mask: Any = None
+        if is_causal and seen is not None:
+            from torch.nn.attention.bias import causal_lower_right  # importing it takes half a second
+
+            mask = causal_lower_right(length, seen)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import CheckpointError
 
+from ...devices.kinds import kind_of
 from ...torch_private import REDISTRIBUTES, flatten_mesh
 from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
@@ -249,12 +250,11 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _agree_on_random_numbers(self) -> None:
         """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
-        on_gpu = self.device.type == "cuda"
-        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
-        states = self.broadcast(states)
-        torch.set_rng_state(states[0])
-        if on_gpu:
-            torch.cuda.set_rng_state(states[1], self.device)
+        kind = kind_of(self.device)
+        host, on_device = self.broadcast((torch.get_rng_state(), kind.random_state(self.device)))
+        torch.set_rng_state(host)
+        if on_device is not None:
+            kind.set_random_state(on_device, self.device)
         part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
         if part:
             torch.manual_seed(torch.initial_seed() + part)
