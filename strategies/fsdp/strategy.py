@@ -291,7 +291,7 @@ class FSDPStrategy(DistributedStrategy):
         waiting.unfilled = materializer.unfilled
         waiting.take_memory(module, torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device)
         for parameter in self._ignored_parameters():  # cpu_offload does not apply to these
-            parameter.data = parameter.data.to(self.device)
+            move_in_place(parameter, self.device)
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
