@@ -158,7 +158,7 @@ def load_checkpoint_in_model(
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
     whose names contain one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False, because
-    Paceline does not support 8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
+    quantized layers cannot be offloaded. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
     are accepted and ignored.
 
     Raises:
@@ -168,8 +168,8 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise NotImplementedError(
-            "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because Paceline has no 8-bit weights. "
-            "Leave out offload_8bit_bnb."
+            "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because quantized layers cannot be "
+            "offloaded. Use load_and_quantize_model, which leaves offloaded modules in 16 bits."
         )
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:

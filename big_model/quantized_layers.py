@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, cast
 
 import torch
@@ -15,7 +16,7 @@ from .. import messages
 #: Weights are stored in 4 bits (two formats), in 8 bits, or as floating-point numbers that are rounded to 8 bits in
 #: every product.
 Kind = Literal["nf4", "fp4", "int8", "int8-training"]
-_KNOWN = "_paceline_known"
+_PREPARED = "_paceline_prepared"
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,26 @@ def require_bitsandbytes(who: str) -> None:
         raise ModuleNotFoundError(messages.missing(who, "bitsandbytes"), name="bitsandbytes")
 
 
+def _bitsandbytes() -> Any:
+    return import_module("bitsandbytes.nn")
+
+
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
     """Return the linear layers of bitsandbytes in a module, by name."""
     if "bitsandbytes" not in sys.modules:
         return {}
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-    return {name: one for name, one in module.named_modules() if isinstance(one, (Linear4bit, Linear8bitLt))}
+    kinds = _bitsandbytes().Linear4bit, _bitsandbytes().Linear8bitLt
+    return {name: one for name, one in module.named_modules() if isinstance(one, kinds)}
 
 
 def is_quantized(parameter: Tensor) -> bool:
     """Return True if a parameter holds quantized values, which cannot be trained."""
     if "bitsandbytes" not in sys.modules:
         return False
-    from bitsandbytes.nn import Int8Params, Params4bit
-
-    return isinstance(parameter, Params4bit) or (isinstance(parameter, Int8Params) and not parameter.has_fp16_weights)
+    kept: Any = parameter
+    if isinstance(kept, _bitsandbytes().Int8Params):
+        return not kept.has_fp16_weights
+    return isinstance(kept, _bitsandbytes().Params4bit)
 
 
 def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Linear]:
@@ -85,56 +90,55 @@ def replace_layers(
 
     Layers on the meta device stay without values. The others move to ``device``, or stay on theirs if it is None.
     """
-    made = {id(one): (one, name) for name, one in layers.items()}
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in made:
-                setattr(parent, name, quantized_layer(cast(nn.Linear, child), how, device))
+    chosen, made = set(layers.values()), {}  # a layer may be in several places
+    for name, child in list(module.named_modules(remove_duplicate=False)):
+        if child in chosen:
+            place, _, last = name.rpartition(".")
+            made[child] = made.get(child) or quantized_layer(cast(nn.Linear, child), how, device)
+            setattr(module.get_submodule(place), last, made[child])
 
 
 def quantized_layer(linear: nn.Linear, how: Quantization, device: torch.device | None = None) -> nn.Module:
     """Return a quantized layer with the values of a linear layer; see :func:`replace_layers`."""
-    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt
-
     sizes = linear.in_features, linear.out_features, linear.bias is not None
     layer: Any
     if how.kind in ("nf4", "fp4"):
-        layer = Linear4bit(
+        layer = _bitsandbytes().Linear4bit(
             *sizes, compute_dtype=how.dtype, compress_statistics=how.double, quant_type=how.kind, device="meta"
         )
     else:
         trains = how.kind == "int8-training"
-        layer = Linear8bitLt(*sizes, has_fp16_weights=trains, threshold=how.threshold, device="meta")
+        layer = _bitsandbytes().Linear8bitLt(*sizes, has_fp16_weights=trains, threshold=how.threshold, device="meta")
     layer.train(linear.training)
     layer.bias = linear.bias
     if how.kind == "int8-training":
-        layer.weight = Int8Params(linear.weight.data, linear.weight.requires_grad, has_fp16_weights=True)
+        layer.weight = _bitsandbytes().Int8Params(
+            linear.weight.data, linear.weight.requires_grad, has_fp16_weights=True
+        )
     else:
         layer.requires_grad_(False)
         if not linear.weight.is_meta:
             load_weight(layer, {"weight": linear.weight.data}, device or linear.weight.device)
-    know(layer)
+    prepare_quantized(layer)
     return layer
 
 
-def know(module: nn.Module) -> bool:
-    """Let the quantized layers in a module load every state that fits them; return True if there are any.
+def prepare_quantized(module: nn.Module) -> None:
+    """Let the quantized layers in a module load every state that fits them.
 
     They then load their own states, also after a forward pass, and the weights of plain linear layers, which they
     quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation; this is
     turned off, because training and resumed runs need the weights as they are.
     """
-    layers = quantized_layers(module).values()
-    for layer in layers:
-        if _KNOWN in vars(layer):
+    for layer in quantized_layers(module).values():
+        if _PREPARED in vars(layer):
             continue
-        vars(layer)[_KNOWN] = True
+        vars(layer)[_PREPARED] = True
         if hasattr(layer, "quant_state"):
             layer.support_avx512bf16_for_cpu = False
         layer.register_load_state_dict_pre_hook(_load)
         if _holds_floats(layer):
             layer.register_forward_pre_hook(_before_evaluation)
-    return bool(layers)
 
 
 def statistics_of(module: nn.Module) -> Iterator[Tensor]:
@@ -201,11 +205,9 @@ def _check(found: tuple[tuple[int, ...], str], shape: tuple[int, int], kind: str
 
 
 def _set_4bit(layer: Any, data: Tensor, state: Any) -> None:
-    from bitsandbytes.nn import Params4bit
-
     own = layer.weight
     if own.device != data.device:
-        layer.weight = own = Params4bit(
+        layer.weight = own = _bitsandbytes().Params4bit(
             data,
             blocksize=own.blocksize,
             compress_statistics=own.compress_statistics,
@@ -217,10 +219,8 @@ def _set_4bit(layer: Any, data: Tensor, state: Any) -> None:
 
 
 def _set_8bit(layer: Any, data: Tensor, scale: Tensor) -> None:
-    from bitsandbytes.nn import Int8Params
-
     if layer.weight.device != data.device:
-        layer.weight = Int8Params(data, requires_grad=False)
+        layer.weight = _bitsandbytes().Int8Params(data, requires_grad=False)
     layer.weight.data = layer.weight.CB = data
     layer.weight.SCB = scale
     layer.state.CB = layer.state.SCB = None

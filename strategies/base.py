@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
-from ..big_model import quantized_layers
 from ..big_model.device_map import spread_in
+from ..big_model.quantized_layers import prepare_quantized
 from ..big_model.sharded_loading import all_or_none
 from ..devices.kinds import kind_of
 from ..torch_private import multiply_each_, untried
@@ -86,7 +86,7 @@ class Strategy(Placement, Communication, State):
                 "init_empty_weights and load it with load_checkpoint_in_model under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
-        quantized_layers.know(module)
+        prepare_quantized(module)
         messages.info_once(
             f"{name} stays on the devices of its device map. Trainable weights stay in memory, even if they exceed "
             "max_memory. To train a model that does not fit, use strategy='fsdp'."

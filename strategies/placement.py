@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..big_model import quantized_layers
 from ..big_model.deferred_weights import Waiting
 from ..big_model.empty_init import no_initial_values
+from ..big_model.quantized_layers import prepare_quantized
 from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision
@@ -89,7 +89,7 @@ class Placement:
         module = self.precision.convert_module(module)
         self._materialize(module, torch.device("cpu") if self.precision.quantizes else self.device)
         module = self.precision.move_module(module, self.device)
-        quantized_layers.know(module)
+        prepare_quantized(module)
         return module
 
     def _materialize(self, module: nn.Module, device: torch.device) -> None:

@@ -47,6 +47,10 @@ _PLACES = {
     "accelerator.plugins": ("FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration"),
     "accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "accelerator.progress_bar": "tqdm",
+    "accelerator.quantization": (
+        "BnbQuantizationConfig get_keys_to_not_convert get_quantized_model_device_map has_4bit_bnb_layers "
+        "load_and_quantize_model replace_with_bnb_layers"
+    ),
     "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerator.schedulers": "AcceleratedScheduler",
     "accelerator.trackers": (
@@ -233,12 +237,11 @@ _LEFT_OUT = {
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config "
         "prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler"
     ),
-    "Paceline trains in 16 and 32 bits, without quantized weights. Use mixed_precision='bf16'": (
-        "BnbQuantizationConfig apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model "
-        "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers "
-        "get_keys_to_not_convert get_quantized_model_device_map has_transformer_engine_layers "
-        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers setup_fp8_env"
+    "Accelerator(mixed_precision='fp8') converts the layers itself, through torchao": (
+        "apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao "
+        "filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers setup_fp8_env"
     ),
+    "Quantized layers cannot be offloaded. Use load_and_quantize_model": "quantize_and_offload_8bit",
     "Start processes with `paceline launch`, notebook_launcher or torchrun": (
         "CustomArgumentGroup CustomArgumentParser CustomHelpFormatter MpDeviceLoaderWrapper PrepareForLaunch "
         "clean_option env_var_path_add get_driver_version install_xla options_to_group prepare_deepspeed_cmd_env "

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from ... import messages
 
@@ -17,7 +20,8 @@ _PACKAGES = (
 )
 #: Names for ``is_..._available``, each with packages of which at least one must be installed.
 _OTHER_PACKAGES = {
-    "bnb": "bitsandbytes",
+    "4bit_bnb": "bitsandbytes",
+    "8bit_bnb": "bitsandbytes",
     "lomo": "lomo_optim",
     "mlflow": "mlflow mlflow_skinny",
     "tensorboard": "tensorboard tensorboardX",
@@ -25,7 +29,7 @@ _OTHER_PACKAGES = {
 }
 #: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
 #: devices that they stand for.
-_NEVER = "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 megatron_lm pippy torch_xla transformer_engine_mxfp8 xccl"
+_NEVER = "bitsandbytes_multi_backend fp8 megatron_lm pippy torch_xla transformer_engine_mxfp8 xccl"
 #: Names for ``is_..._available`` that are kinds of devices.
 _DEVICES = "cuda hpu mlu mps musa neuron npu sdaa xpu"
 
@@ -57,11 +61,19 @@ def is_peft_model(model: Any) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return True if bitsandbytes is installed, in at least this version."""
+    if not messages.is_installed("bitsandbytes"):
+        return False
+    return min_version is None or Version(version("bitsandbytes")) >= Version(min_version)
+
+
 ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, name) for name in _PACKAGES.split()},
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _OTHER_PACKAGES.items()},
     **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
+    "is_bnb_available": is_bnb_available,
     **{f"is_{name}_available": partial(_sees, name) for name in _DEVICES.split()},
     "is_fp16_available": lambda: _sees("cuda") or _sees("mps"),
     "is_habana_gaudi1": _no,

@@ -77,7 +77,7 @@ _HOMES = {
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
     "strategies.registry": "StrategyRegistry",
     "strategies.sync_batch_norm": "LayerSync TorchSyncBatchNorm",
-    "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
+    "strategies.precision": "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
     "tuner.batch_size_finder": "BatchSizeFinder",
@@ -147,8 +147,10 @@ _NOT_HERE = {
     "a Strategy sets up its own precision": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
-    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
-    "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
+    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAPrecision XLAStrategy",
+    "TransformerEngine is not supported; precision='fp8-mixed' multiplies in 8 bits through torchao": (
+        "TransformerEnginePrecision"
+    ),
     "a Strategy shards and averages; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "

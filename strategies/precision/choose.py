@@ -66,6 +66,11 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
             "a Precision object."
         )
     name = ALIASES.get(str(precision), precision)
+    if str(precision).startswith("transformer-engine"):
+        raise ValueError(
+            f"Trainer(precision={precision!r}): TransformerEngine is not supported. Use precision='fp8-mixed', which "
+            "multiplies in 8 bits through torchao."
+        )
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
     _refuse_dtype(name, kind)

@@ -175,6 +175,10 @@ def test_which_layers_are_quantized() -> None:
     tied = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     assert chosen(tied) == ["3"]
+    twice = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    twice.append(twice[0])
+    assert chosen(twice) == ["0"]
+    assert twice[2] is twice[0]
     with pytest.raises(ValueError, match=r"precision='bnb.nf4' finds no layer of Sequential to quantize.* 1 linear"):
         chosen(nn.Sequential(nn.Linear(8, 8)), ignore_modules={"0"})
 
@@ -284,6 +288,8 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
             ValueError, match=f"net.0.base.weight: the weight to load is nf4.*, but the layer is {mode}"
         ):
             trainer(f"bnb.{mode}").predict(Net(), batches(), ckpt_path=tmp_path / "5.ckpt")
+    with pytest.raises(ValueError, match=r"TransformerEngine is not supported\. Use precision='fp8-mixed'"):
+        trainer("transformer-engine")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "bitsandbytes")
     with pytest.raises(ModuleNotFoundError, match=r"'bnb.nf4' needs the package 'bitsandbytes'.*pip install bits"):
         trainer("bnb.nf4")
