@@ -235,8 +235,9 @@ class ClosureStep(TrainStep):
 
         def closure() -> Tensor | None:
             if evaluated:
-                self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
+                if state.window or not self.clears_first:
+                    self.clear(self.optimizer)
             self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)

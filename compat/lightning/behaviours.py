@@ -59,7 +59,7 @@ _STRATEGIES = {
 
 def install(version: str) -> None:
     """Apply the behavior of Lightning ``version`` to Paceline's classes."""
-    from ...checkpoint import instantiate, lightning_format
+    from ...checkpoint import file_names, instantiate, lightning_format
     from ...data import loaders
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
@@ -72,6 +72,7 @@ def install(version: str) -> None:
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     lightning_format.LAYOUT_VERSION = version
+    file_names.MISSING = 0
     stopping.interruption = _interruption
     loaders.is_loader_collection = _lists_are_collections(loaders.is_loader_collection)
     precision.convert = _convert_floats
@@ -199,6 +200,7 @@ def _replace_methods() -> None:
         (FitLoop, "refuse_empty"): _warn_of_empty,
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
+        (ManagedOptimizer, "step"): _returning(ManagedOptimizer.step),
         (ManagedOptimizer, "zero_grad"): _zero_grad,
         (MetricStore, "epoch_of_eval_step"): lambda store: None,
         (ModuleHooks, "on_validation_model_zero_grad"): lambda module: module.zero_grad(),
@@ -344,6 +346,30 @@ def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]
             switch(loop, what)
 
     return change
+
+
+def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` to return what the original optimizer's ``step`` returned; None if the step was skipped."""
+
+    def call(managed: Any, closure: Any = None, **arguments: Any) -> Any:
+        optimizer, found = managed.optimizer, [None]
+        own, before = optimizer.step, vars(optimizer).get("step")
+
+        @functools.wraps(own)
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            found[0] = own(*args, **kwargs)
+            return found[0]
+
+        optimizer.step = keeping
+        try:
+            step(managed, closure, **arguments)
+        finally:
+            del optimizer.step
+            if before is not None:
+                optimizer.step = before
+        return found[0]
+
+    return call
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

@@ -281,7 +281,7 @@ class ByHand(Net):
     def training_step(self, batch, batch_idx):
         self.optimizers().zero_grad()
         self.manual_backward(self.layer(batch).sum())
-        self.optimizers().step()
+        assert self.optimizers().step(lambda: "loss") == "loss" and self.optimizers().step() is None
     def configure_optimizers(self):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer := super().configure_optimizers(), 1)
         return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
@@ -318,6 +318,24 @@ pl.Trainer(**plain).predict(Modes(), data)
 spy = Spy()
 told = caught(lambda: pl.Trainer(**plain | {"callbacks": [spy]}).fit(ByHand()))
 assert "zero" not in spy.order and any(issubclass(one.category, RuntimeWarning) for one in told), told
+
+# parts of its own
+class Own(pl.strategies.SingleDeviceStrategy):
+    def load_optimizer_state_dict(self, checkpoint):
+        self.given = checkpoint["optimizer_states"]
+
+class Kept(pl.plugins.TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.given = checkpoint
+
+own, kept, weights = Own("cpu"), Kept(), torch.zeros(1)
+pl.Trainer(**plain | {"strategy": own}).fit(Net(), ckpt_path="half.ckpt")
+assert len(own.given) == 1
+pl.plugins.AsyncCheckpointIO(kept).save_checkpoint({"weights": weights}, "unused")
+weights += 1
+assert kept.given["weights"].item() == 0
+pl.Trainer(**plain | {"callbacks": pl.callbacks.ModelCheckpoint("named", "{nothing:.1f}")}).fit(Net())
+assert os.listdir("named") == ["nothing=0.0.ckpt"], os.listdir("named")
 
 # hooks by their names
 hooks = {name for name, _ in inspect.getmembers(pl.Callback, inspect.isfunction) if name[0] != "_"}
