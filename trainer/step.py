@@ -121,7 +121,7 @@ class TrainStep(ManualStep):
         output = self.forward(batch, batch_idx)
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
         if loss is None:
-            return self.skip()
+            return self.skip_loss()
         self.differentiate(loss)
         state.window += 1
         if complete:
@@ -132,6 +132,10 @@ class TrainStep(ManualStep):
         """Skip the batch without adding it to the window."""
         if self.state.is_last_batch:
             self.finish_window()
+
+    def skip_loss(self) -> None:
+        """Skip a batch for which ``training_step`` returned None."""
+        self.skip()
 
     def differentiate(self, loss: Tensor) -> None:
         """Run backward on one micro-batch."""

@@ -91,6 +91,7 @@ def install(version: str) -> None:
 
 
 def _change_loggers() -> None:
+    from ...loggers import tensorboard
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
@@ -99,6 +100,7 @@ def _change_loggers() -> None:
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     ExperimentWriter.first_columns = ("step",)
+    tensorboard.WRITER_OPTIONS = (*tensorboard.WRITER_OPTIONS, "comment")  # it has no effect
     save = TensorBoardLogger.save
 
     def save_run(logger: TensorBoardLogger) -> None:
@@ -118,15 +120,24 @@ def _change_callbacks() -> None:
     from ...callbacks.weight_averaging import EMAWeightAveraging
     from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
 
-    range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
+    tests: Any = import_module("paceline.tuner.lr_range_test")
+    range_test, curve = tests.RangeTest, tests.Curve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate = range_test.rate
+    rate, without_update = range_test.rate, curve.skip
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
             score = keeper.current_score = torch.tensor(float("inf" if keeper.mode == "min" else "-inf"))
         take_in(keeper, path, score, gone)
+
+    def skip_step(one: Any) -> bool:
+        if not one.run.state.stepped:
+            return without_update(one)
+        results = one.found.results
+        results["lr"].append(one.rate(len(results["lr"])))
+        results["loss"].append(float("nan"))
+        return len(results["lr"]) >= one.found.num_training
 
     def begin_averaging(callback: Any, trainer: Any, module: Any) -> None:
         begin(callback, trainer, module)
@@ -143,6 +154,7 @@ def _change_callbacks() -> None:
             (StochasticWeightAveraging, "_begin"): begin_averaging,
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
+            (curve, "skip"): skip_step,
             (range_test, "__post_init__"): lambda test: None,
             (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
         }
@@ -172,14 +184,14 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks
+    from ...trainer import arguments, default_callbacks, loop
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
-    from ...trainer.step import ClosureStep, TrainStep
+    from ...trainer.step import ClosureStep, TrainStep, detached
     from ...trainer.trainer import Trainer
     from . import plugins
 
@@ -207,12 +219,15 @@ def _replace_methods() -> None:
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
         (RunState, "x_axis"): lambda state, updates: max(updates - 1, 0) if state.fn == "fit" else updates,
+        (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     TrainStep.clears_first = True
+    trial: Any = import_module("paceline.tuner.trial")
+    loop.detached = trial.detached = lambda output: detached(output) or {}
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -346,6 +361,22 @@ def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]
             switch(loop, what)
 
     return change
+
+
+def _count_without_loss(step: Any) -> None:
+    """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
+    state = step.state
+    if not state.window:
+        step.zero_grad()
+    state.window += 1
+    if state.window < step.accumulate and not state.is_last_batch:
+        return
+    if not step.scales:
+        step.update()
+        return
+    state.window, state.stepped = 0, True  # a loss scaler rejects a step without gradients
+    state.global_step += 1
+    state.updates += 1
 
 
 def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
