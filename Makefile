@@ -5,7 +5,10 @@
 #   make tests-shuffled  the tests in random order; SEED=7 picks one
 #   make clients  libraries built on Lightning and Accelerate, tested with these and with Paceline; about an hour
 #   make loggers  the loggers of services with their packages, offline; about three minutes
+#   make streams  data sets that stream, killed and resumed; about twenty minutes
+#   make gpu      tests and benchmarks on a machine with a GPU; 25 minutes at most, installs nothing
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
+#   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -23,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers torches format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu format demo clean
 
 test: lint types tests
 
@@ -49,9 +52,21 @@ clients:
 loggers: .venv/installed
 	$(BIN)/python clients/loggers/run.py $(LOGGERS)
 
+# The environment is in .streams, on top of .venv; STREAMS="--only litdata" picks one package.
+streams: .venv/installed
+	$(BIN)/python clients/streams/run.py $(STREAMS)
+
+# A machine with a GPU may have no network, so this runs with the packages of PYTHON. GPU=--smoke tries it on the CPU.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(GPU)
+
 # Each torch has an environment of its own, in .torches, on top of .venv; TORCHES="--only 2.12.1" picks one.
 torches: .venv/installed
 	$(BIN)/python clients/torches/run.py $(TORCHES)
+
+# TorchTPU is in an environment of its own, .tpu, on top of .venv; TPU="-k resumed" picks tests.
+tpu: .venv/installed
+	$(BIN)/python clients/tpu/run.py $(TPU)
 
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
@@ -86,4 +101,4 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients .loggers .torches build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients .loggers .streams .torches .tpu build dist *.egg-info .pytest_cache .ruff_cache runs

@@ -161,6 +161,20 @@ def info_once(text: str, key: str | None = None) -> None:
         info(text)
 
 
+def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
+    """Say once that arguments have no effect. Where ignoring an argument would change numbers, raise an error instead.
+
+    Args:
+        where: what the arguments were passed to, such as ``"Accelerator"``.
+        why: the reason; it follows "because".
+        unless: the arguments' default. Arguments that have this value, or are None, are not reported.
+        **given: the arguments by name.
+    """
+    named = [f"{name}={value!r:.100}" for name, value in given.items() if value is not None and value is not unless]
+    if named:
+        info_once(f"{where}({', '.join(named)}) has no effect, because {why}.")
+
+
 def debug_once(text: str) -> None:
     """Log a line at debug level, only once per process."""
     if text not in _said:

@@ -47,7 +47,7 @@ class Shown(Generic[T]):
         setattr(self._part(accelerator), self._name, value)
 
 
-class Facts(Processes):
+class AcceleratorProperties(Processes):
     """The properties of an Accelerator."""
 
     state: AcceleratorState
@@ -89,9 +89,9 @@ class Facts(Processes):
         "dataloader_config.even_batches", "Whether all processes get the same number of batches."
     )
     use_seedable_sampler = Shown[bool](
-        "dataloader_config.use_seedable_sampler", "No effect; the order always depends only on the seed and the epoch."
+        "dataloader_config.use_seedable_sampler", "Either way, the order depends only on the seed and the epoch."
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "No effect; copies to a GPU never block.")
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Either way, copies to a GPU do not block.")
     use_stateful_dataloader = Shown[bool](
         "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )

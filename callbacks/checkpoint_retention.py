@@ -29,9 +29,17 @@ COUNTERS = ("epoch", "step")
 
 
 class Checkpoint(Callback):
-    """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes."""
+    """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes.
+
+    Attributes:
+        dirpath: the folder of the checkpoints, in which ``ckpt_path="last"`` looks for them; None means ``checkpoints``
+            in the run's folder.
+        filename: the name of the files; slashes in it mean sub-folders. None means a name without slashes.
+    """
 
     runs_last = True
+    dirpath: str | None = None
+    filename: str | None = None
 
 
 class CheckpointKeeper(Checkpoint):
@@ -96,7 +104,7 @@ class CheckpointKeeper(Checkpoint):
         self._forget_steps(alone=True)
 
     @property
-    def dirpath(self) -> str | None:
+    def dirpath(self) -> str | None:  # type: ignore[override] - chosen when the fit starts
         """The absolute path of the checkpoint folder; None until a fit has chosen it."""
         return self._files.folder or None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import manifest
+from ..devices.kinds import kind_of
 from .base import Callback, Rollback
 from .early_stopping import check_mode
 
@@ -371,8 +372,8 @@ class _Before:
 
     def __init__(self, trainer: Trainer) -> None:
         self.module, self.metrics = trainer.training_module, trainer.current_run.metrics
-        device = trainer.strategy.device
-        self.cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.device = trainer.strategy.device
+        self.kind = kind_of(self.device)
         self.moving: list[Tensor] | None = None
         self.first: list[tuple[Tensor, Tensor]] = []
 
@@ -393,15 +394,15 @@ class _Before:
             self.first = list(zip(buffers, copies, strict=True))
         forget = self.metrics.remember()
         random = torch.get_rng_state()
-        on_device = self.cuda.get_state() if self.cuda is not None else None
+        on_device = self.kind.random_state(self.device)
 
         def undo() -> None:
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     buffer.copy_(copy)
             torch.set_rng_state(random)
-            if self.cuda is not None and on_device is not None:
-                self.cuda.set_state(on_device)
+            if on_device is not None:
+                self.kind.set_random_state(on_device, self.device)
             forget()
 
         return undo

@@ -39,7 +39,7 @@ class OnExceptionCheckpoint(Checkpoint):
     @property
     def ckpt_path(self) -> str:
         """The path of the checkpoint, whether or not it exists."""
-        return storage.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return storage.join(self.dirpath or "", f"{self.filename}{self.FILE_EXTENSION}")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         state = trainer.state

@@ -48,9 +48,8 @@ class Manifest:
         score: value of that metric; None if there is none or it is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: marks that identify the run that wrote the checkpoint, one for each callback that saves.
-        line: mark of the callback that manages the checkpoint, which stays the same when a run resumes; empty if no
-            callback manages the checkpoint.
+        runs: IDs of the run that wrote the checkpoint, one for each checkpoint callback.
+        line: ID of the callback that manages the checkpoint; a resumed run keeps it. Empty if no callback manages it.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """

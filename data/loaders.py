@@ -15,6 +15,7 @@ from .. import messages
 from ..processes.seed import host_random_states, mixed
 from ..torch_private import forget_iterator
 from .combined_loader import CombinedLoader, holds_loaders, length_of
+from .streams import counts_all_ranks, needs_counts, saves_position, splits_itself
 from .uneven_shards import Shard
 
 _MISSING = object()
@@ -170,7 +171,11 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
 
 
 def load_loader_state(
-    loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False, same_ranks: bool = True
+    loader: Any,
+    state: Mapping[str, Any] | None,
+    mid_epoch: bool = False,
+    same_ranks: bool = True,
+    restarts: bool = False,
 ) -> bool:
     """Restore the state that :func:`loader_state` returned; warn about states that do not fit the loader.
 
@@ -179,11 +184,14 @@ def load_loader_state(
         state: the state of the saved run's loader.
         mid_epoch: whether the run resumes within an epoch, so that the order of that epoch is needed again.
         same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, the saved
-            position in the data does not apply to this rank.
+            position in the data does not apply to this rank, unless it counts the samples of all ranks.
+        restarts: whether the saved epoch starts over, so that the saved position is not restored.
 
     Returns:
         True if the loader restores its position itself, so no batches have to be skipped.
     """
+    if mid_epoch and not same_ranks:
+        _tell_other_split(loader, state)
     if not state:
         return False
     leaves, states = list(leaves_of(loader)), state["loaders"]
@@ -194,11 +202,29 @@ def load_loader_state(
             "loaders to fit."
         )
         return False
-    positioned = _saves_position(loader)
-    positions = same_ranks and (positioned or not mid_epoch)
+    positioned = _saves_position(loader) and not restarts
+    positions = (same_ranks or _counts_all_ranks(state)) and (positioned or not mid_epoch) and not restarts
     pairs = [(leaf, kept) for leaf, kept in zip(leaves, states, strict=True) if kept]
     known = [_load_leaf_state(leaf, kept, mid_epoch, positions) for leaf, kept in pairs]
     return positioned and any(known)
+
+
+def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
+    states = [kept for kept in (state or {}).get("loaders", []) if kept]
+    return bool(states) and all(counts_all_ranks(kept.get("state_dict")) for kept in states)
+
+
+def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
+    """Warn if a run resumes within an epoch of data that the saved ranks had split in another way."""
+    datasets = [getattr(leaf, "dataset", None) for leaf in leaves_of(loader)]
+    names = [type(dataset).__name__ for dataset in datasets if splits_itself(dataset)]
+    if names and not _counts_all_ranks(state):
+        messages.warn_once(
+            f"The saved run had another number of ranks, and {names[0]} decides by itself which samples each rank "
+            "reads. Its position does not apply to this number of ranks, so the rest of this epoch repeats some "
+            "samples and leaves out others; the next epoch is complete. To avoid that, finish the epoch with the saved "
+            "number of ranks, or do not split the dataset by rank yourself."
+        )
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
@@ -392,17 +418,13 @@ def leaves_of(loader: Any) -> Iterator[Any]:
         yield loader
 
 
-def _is_stateful(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
 def _positioned(loader: Any) -> Any:
     """Return the object that saves a loader's position: the loader, or an iterable dataset read in this process."""
-    if _is_stateful(loader):
+    if saves_position(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
     here = isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
-    return dataset if here and _is_stateful(dataset) else None
+    return dataset if here and saves_position(dataset) else None
 
 
 def _saves_position(loader: Any) -> bool:
@@ -427,11 +449,23 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
     positioned = _positioned(loader)
     if positioned is not None:
         state["state_dict"] = positioned.state_dict()
+    elif needs_counts(getattr(loader, "dataset", None)):
+        _tell_other_loader(loader)
     generators = _generators(loader)
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
         state["generators_at_epoch_start"] = [_at_epoch_start.get(g, g.get_state()) for g in generators]
     return state or None
+
+
+def _tell_other_loader(loader: Any) -> None:
+    dataset = loader.dataset
+    package = dataset.state_dict.__module__.partition(".")[0]
+    messages.warn_once(
+        f"A {type(dataset).__name__} of {package!r} can save its position only in the loader of its package, but is "
+        f"read with a {type(loader).__name__}. A resumed run reads the epoch again up to its position, perhaps in "
+        f"another order, so that samples are repeated or left out. Use {package}.StreamingDataLoader."
+    )
 
 
 def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, positions: bool) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..torch_private import event_writer
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import flat, number
@@ -94,7 +95,7 @@ class TensorBoardLogger(FolderLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values for one step. By default, ``step`` is the previous step plus 1."""
+        """Log values for one step. ``step`` defaults to the last logged step plus 1."""
         new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
         step = self._next_step(step)
         now = time.time()
@@ -311,9 +312,13 @@ def _tensorboard(module: str) -> Any:
 @contextlib.contextmanager
 def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    devices = [device] if device.type == "cuda" else []
+    numbered = kind_of(device).is_numbered
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng([device] if numbered else [], device_type=device.type if numbered else "cuda"),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

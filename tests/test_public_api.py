@@ -181,7 +181,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    assert shipped == {"paceline/py.typed", *(f"paceline/{path.relative_to(ROOT).as_posix()}" for path in code)}
+    files = [ROOT / "py.typed", *ROOT.glob("compat/*/surface.txt"), *code]
+    assert shipped == {f"paceline/{path.relative_to(ROOT).as_posix()}" for path in files}
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:

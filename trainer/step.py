@@ -82,6 +82,7 @@ class TrainStep(ManualStep):
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
+        # `overridden` returns a user's own method, or None; `by_module` only adds the timing if there is a profiler.
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
         self.scales = strategy.precision.scaler is not None
@@ -117,8 +118,9 @@ class TrainStep(ManualStep):
             no_batch(self.run)
             return self.skip()
         if self.sync is not None:
-            self.sync(complete)
+            self.sync(complete)  # ranks average gradients only in the backward that completes a window
         output = self.forward(batch, batch_idx)
+        # `read` checks the form of the output; None means that the batch is skipped.
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
         if loss is None:
             return self.skip_loss()
@@ -164,14 +166,14 @@ class TrainStep(ManualStep):
     def finish_window(self) -> None:
         if self.state.window:
             if self.sync is not None:
-                self.run.strategy.complete_gradients(self.optimizer)
+                self.run.strategy.complete_gradients(self.optimizer)  # averages what no backward has averaged
             self.update()
 
     def update(self) -> None:
         """Unscale and clip the gradients, step the optimizer and clear the gradients."""
         optimizer, state = self.optimizer, self.state
         self.complete()
-        stepped = self.take(optimizer)
+        stepped = self.take(optimizer)  # False if fp16 found an overflow
         if not self.clears_first:  # one call less than zero_grad
             for hook in self.before_zero:
                 hook(optimizer)
@@ -192,7 +194,7 @@ class TrainStep(ManualStep):
         """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
-        if self.scales or by_items or window != self.accumulate:
+        if self.scales or by_items or window != self.accumulate:  # otherwise, the losses were divided exactly
             factor = self.losses.finish_window() if by_items else self.accumulate / window
             self.run.strategy.finish_gradients(optimizer, factor)
         for hook in self.before_step:

@@ -63,8 +63,8 @@ class Trainer:
     argument that is left out is also read from the environment variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
-        accelerator: the kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
-            ``"mps"`` or ``"cpu"``.
+        accelerator: the kind of device: ``"auto"`` (the best one here), ``"gpu"`` (CUDA, MPS or XPU), ``"cuda"``,
+            ``"mps"``, ``"xpu"``, ``"tpu"``, ``"cpu"``, or the name of another device that a package adds to torch.
         strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
             and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
             ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
@@ -536,7 +536,7 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
-        self.state.stop |= self.state.should_stop
+        self.state.stop_requested |= self.state.should_stop
 
     def may_stop(self) -> bool:
         """Return True if ``should_stop`` takes effect now, which is after ``min_epochs`` and ``min_steps``."""
@@ -694,7 +694,7 @@ class Trainer:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The device type; it compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; it compares equal to its name, such as ``"cpu"`` or ``"cuda"``."""
         return AcceleratorRegistry[self.strategy.device.type]()
 
     @property

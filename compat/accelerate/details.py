@@ -20,6 +20,7 @@ from ...accelerator.enums import Word
 from ...accelerator.nested_tensors import leaves, recursively_apply
 from ...accelerator.operations import DistributedOperationException
 from ...accelerator.process_state import PartialState
+from ...devices.kinds import CUDA_KIND
 from ...processes.device_transfer import move
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -261,8 +262,8 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Return the names of the GPUs and their number."""
-    count = torch.cuda.device_count()
-    return [torch.cuda.get_device_name(index) for index in range(count)], count
+    count = CUDA_KIND.count()
+    return [CUDA_KIND.name_of(index) for index in range(count)], count
 
 
 def check_cuda_p2p_ib_support() -> bool:

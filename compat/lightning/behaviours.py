@@ -121,7 +121,7 @@ def _change_callbacks() -> None:
     from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
 
     tests: Any = import_module("paceline.tuner.lr_range_test")
-    range_test, curve = tests.RangeTest, tests.Curve
+    range_test, curve = tests.RangeTest, tests.LossCurve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
     rate, without_update = range_test.rate, curve.skip
@@ -207,7 +207,7 @@ def _replace_methods() -> None:
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (DataModule, "__str__"): datamodule_text,
         (EvalLoop, "switch"): _switching(EvalLoop.switch),
-        (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
+        (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
         (FitLoop, "advise"): advising_train(FitLoop.advise),
         (FitLoop, "refuse_empty"): _warn_of_empty,
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
@@ -251,8 +251,8 @@ def _translate_errors() -> None:
                         inspect.unwrap(function).__annotations__ = get_type_hints(function)
 
 
-def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``say_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
+def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``report_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
 
     def say(loop: Any) -> None:
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
@@ -261,7 +261,7 @@ def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], 
                 f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
                 "continue."
             )
-        say_finished(loop)
+        report_finished(loop)
 
     return say
 

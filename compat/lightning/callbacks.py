@@ -57,7 +57,10 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
         except ValueError as error:
             if trainer.enable_validation:
                 raise
-            messages.warn_once(f"{error} No file is ranked.", key=f"ModelCheckpoint {callback.monitor}")
+            messages.warn_once(
+                f"{error} No checkpoint is ranked by it, so there is no best checkpoint.",
+                key=f"ModelCheckpoint {callback.monitor}",
+            )
             return False
 
     return warn

@@ -157,7 +157,7 @@ class PrecisionNames(Precision):
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "removes the loss scale only inside its step. Leave out fused, or use 'bf16-mixed'."
+                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
@@ -189,17 +189,6 @@ class AcceleratorNames(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         """Do nothing, because a Strategy sets up its own device."""
-
-
-class XLAAccelerator(Accelerator):
-    """Lightning's accelerator for TPUs, which Paceline does not support."""
-
-    name = "tpu"
-
-    @classmethod
-    def auto_device_count(cls) -> int:
-        """Return 0, because TPUs are not supported."""
-        return 0
 
 
 def restoring_optimizers(restore: Callable[..., None]) -> Callable[..., None]:
@@ -236,7 +225,6 @@ def install() -> None:
                 setattr(owner, name, value)
     setattr(AsyncCheckpointIO, "save_checkpoint", copying(AsyncCheckpointIO.save_checkpoint))  # noqa: B010
     checkpoint_contents.restore_optimizers = restoring_optimizers(checkpoint_contents.restore_optimizers)
-    AcceleratorRegistry["tpu"] = XLAAccelerator
 
 
 # ---- strategy arguments ----------------------------------------------------------------------------------------------

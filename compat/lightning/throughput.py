@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ... import messages
 from ...callbacks import throughput_monitor
@@ -34,7 +34,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
         self._throughputs: dict[str, Throughput] = {}
         self._evaluated = 0
 
-    def _require_logger(self, trainer: Trainer) -> None:
+    def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
         if not trainer.loggers:
             messages.warn("ThroughputMonitor has no logger for its values. Pass one, such as Trainer(logger=True).")
 
@@ -72,7 +72,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._train.leave_out(self._eval)
+            cast(_Clock, self._train).leave_out(cast(_Clock, self._eval))
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end

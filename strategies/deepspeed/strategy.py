@@ -66,6 +66,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """
 
     names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(
@@ -159,7 +160,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not optimizers:
             return optimizers
         optimizer = optimizers[0]
+        if self._root is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameters of a prepared model. DeepSpeed partitions an optimizer "
+                "together with its model, so prepare the model first, or both in one call: "
+                "accelerator.prepare(model, optimizer)."
+            )
         _refuse_optimizer(optimizer)
+        self._drop_engine()
         self.precision.setup_optimizers(optimizers)
         groups = optimizer.param_groups
         self._groups = [i for i, group in enumerate(groups) if any(p.requires_grad for p in group["params"])]

@@ -472,7 +472,7 @@ assert {"cpu", "cuda", "mps", "tpu"} <= set(AcceleratorRegistry.available_accele
 assert not XLAAccelerator.is_available() and CPUAccelerator().get_device_stats(object())
 assert DoublePrecision().connect(net, [], [])[0] is net
 mixed, optimizer = MixedPrecision("16-mixed", "cuda:0"), torch.optim.Adam(net.parameters(), fused=True)
-says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "removes the loss scale only inside")
+says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "unscales the gradients only inside")
 net.layer(torch.ones(4)).sum().backward()
 MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 0.1, "value")
 assert float(net.layer.bias.grad) == torch.tensor(0.1).item()

@@ -1,0 +1,81 @@
+"""Facts about the iterable datasets of other packages: which ranks they know, and what their saved positions mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+#: Attributes in which datasets keep their number of ranks (Hugging Face, LitData and Mosaic), and its name in there.
+_RANKS = {"_distributed": "world_size", "distributed_env": "world_size", "_unique_rank_world": "num_ranks"}
+
+
+def num_ranks_of(dataset: Any) -> int | None:
+    """Return the number of ranks among which a dataset splits its samples itself; None if it does not."""
+    for place, name in _RANKS.items():
+        known = getattr(dataset, place, None)
+        if known is not None:
+            return int(getattr(known, name, 1))
+    processes = getattr(dataset, "num_replicas", None) or getattr(dataset, "world_size", None)
+    return processes if isinstance(processes, int) and hasattr(dataset, "rank") else None
+
+
+def splits_shards(dataset: Any) -> bool:
+    """Return True if a WebDataset pipeline gives each rank its own shards, whatever the number of ranks."""
+    stages = getattr(dataset, "pipeline", None)
+    if not isinstance(stages, list):
+        return False
+    return any(getattr(getattr(stage, "func", stage), "__name__", "") == "split_by_node" for stage in stages)
+
+
+def splits_itself(dataset: Any) -> bool:
+    """Return True if a dataset decides by itself what each rank reads, also if there is only one rank now."""
+    return num_ranks_of(dataset) is not None or splits_shards(dataset)
+
+
+def counts_ranks_at_creation(dataset: Any) -> bool:
+    """Return True for the datasets of LitData and Mosaic, which look up the number of ranks when they are created."""
+    return any(getattr(dataset, place, None) is not None for place in ("distributed_env", "_unique_rank_world"))
+
+
+def saves_position(thing: Any) -> bool:
+    """Return True if a loader or dataset can save its position and resume exactly there."""
+    state_dict, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    return callable(state_dict) and callable(load) and not needs_counts(thing) and not _has_shuffle_buffer(thing)
+
+
+def needs_counts(dataset: Any) -> bool:
+    """Return True if a dataset's ``state_dict`` needs arguments, which only the loader of its own package knows."""
+    state_dict = getattr(dataset, "state_dict", None)
+    return callable(state_dict) and _has_required(getattr(state_dict, "__func__", state_dict))
+
+
+@lru_cache(maxsize=64)
+def _has_required(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
+    return any(one.name != "self" for one in required)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return True if a Hugging Face dataset has a shuffle buffer, whose samples its saved position does not include."""
+    pending = [getattr(dataset, "_ex_iterable", None)]
+    while pending:
+        step = pending.pop()
+        if step is None:
+            continue
+        if type(step).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        pending += [getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())]
+    return False
+
+
+def counts_all_ranks(state: Any) -> bool:
+    """Return True if a saved position counts the samples of all ranks, so that any number of ranks can resume there."""
+    inner = state.get("dataset", state) if isinstance(state, Mapping) else None
+    return isinstance(inner, Mapping) and {"sample_in_epoch", "num_canonical_nodes"} <= inner.keys()
