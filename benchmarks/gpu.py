@@ -50,6 +50,8 @@ ROOT = HERE.parent
 PARTS = ("tests", "waits", "steps", "stall", "doctor", "sharded")
 #: Minutes after which a part's process is ended.
 LIMITS = {"tests": 8, "waits": 2, "steps": 3, "stall": 3, "doctor": 2, "sharded": 3}
+#: Minutes that the part ``steps`` leaves to those after it.
+LEFT_OVER = 4
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 QUIET |= {"enable_model_summary": False, "max_epochs": 1, "devices": 1}
 
@@ -575,12 +577,12 @@ def day(arguments: argparse.Namespace) -> dict[str, Any]:
     for part in PARTS:
         if part == "steps":
             names = [n for n in contestants(arguments.smoke) if not arguments.only or n in arguments.only]
-            work += [[part, task, who] for task in arguments.tasks for who in names]
+            work += [[part, task, who] for who in names for task in arguments.tasks]
         else:
             work.append([part])
     with tempfile.TemporaryDirectory() as folder:
         for one in work:
-            left = end - time.monotonic()
+            left = end - time.monotonic() - (60 * LEFT_OVER if one[0] == "steps" else 0)
             if one[0] not in arguments.parts:
                 continue
             begun = time.monotonic()
