@@ -19,6 +19,7 @@ from ...big_model.quantized_layers import (
     replace_layers,
     require_bitsandbytes,
 )
+from ...devices.kinds import CUDA_KIND
 from .base import parameters
 from .mixed import MixedPrecision
 
@@ -124,6 +125,6 @@ class BitsandbytesPrecision(MixedPrecision):
 def _default_dtype(mode: Mode, device: torch.device) -> torch.dtype:
     if mode == "int8-training":
         return torch.float32
-    if device.type == "cuda" and (mode == "int8" or not torch.cuda.is_bf16_supported(False)):
+    if device.type == "cuda" and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16()):
         return torch.float16
     return torch.bfloat16
