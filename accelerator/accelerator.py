@@ -432,14 +432,16 @@ class Accelerator(AcceleratorProperties):
         """Gather a batch's results from all processes, so that the result contains each sample once.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. All other
-        values are gathered in full.
+        values are gathered in full. If ``maybe_context_parallel`` has split the batch, each process has the results of
+        one part of each sequence; the parts' results then follow each other along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
             use_gather_object: whether to gather the data as Python objects.
         """
         loader = self.gradient_state.active_dataloader
-        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
+        in_parts = self.gradient_state.split_batch == self.gradient_state.batch
+        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object, in_parts)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Reduce tensors across processes, then multiply them by ``scale``; ``"none"`` skips the reduction."""
@@ -487,6 +489,7 @@ class Accelerator(AcceleratorProperties):
         """
         tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
         check_buffers(tensors, dims, unrestored)
+        self.gradient_state.split_batch = self.gradient_state.batch
         return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:

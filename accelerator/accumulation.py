@@ -32,6 +32,8 @@ class ReadLoader(Protocol):
     def total_batch_size(self) -> int | None: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def batches_done(self) -> int: ...
 
 
 class GradientState:
@@ -63,6 +65,7 @@ class GradientState:
         runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
+        split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class GradientState:
         self.runs_own_backward = False
         self.step = 0
         self.observers: Sequence[OwnLoop] = ()
+        self.split_batch: tuple[int, int] | None = None
 
     def models_changed(self) -> None:
         """Record that a model was prepared."""
@@ -116,9 +120,16 @@ class GradientState:
             "active_dataloader": None,
             "dataloader_references": [],
             "windows": {},
+            "split_batch": None,
             "checked": False,
             "observers": (),
         }
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The current batch: the ID of its loader and its number there; zeros if no loader is being read."""
+        loader = self.active_dataloader
+        return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -83,14 +83,15 @@ class States:
             hooked = self._call_hooks(folder, weights)
             try:
                 files = strategy.broadcast(hooked.files if hooked else {})
-                sequence = strategy.broadcast(folders.next(folder) if strategy.is_global_zero else 0)
+                sequence = folders.next(folder) if strategy.is_global_zero else 0
+                sequence, folders.line = strategy.broadcast((sequence, folders.line))
                 checkpoint = contents.gather(weights, left_out, files, sequence, folders.line)
                 self._write(checkpoint, folder, hooked, any(modes))
             finally:
                 if hooked is not None:
                     hooked.remove()
         folders.saved(folder)
-        if strategy.is_global_zero:
+        if contents.project.writes(strategy):
             folders.delete_old(folder)
         contents.project.iteration += 1
         strategy.barrier("accelerator.save_state: saved")
@@ -102,7 +103,7 @@ class States:
         if not hooks:
             return None
         strategy = self.contents.strategy
-        files = HookFiles(folder, strategy)
+        files = HookFiles(folder, strategy, self.contents.project.writes(strategy))
         listed = list(weights.values())
 
         def call(path: str) -> None:
@@ -118,14 +119,14 @@ class States:
     def _write(self, checkpoint: dict[str, Any], folder: Location, hooked: HookFiles | None, in_parts: bool) -> None:
         strategy, writes = self.contents.strategy, self.contents.project.writes(self.contents.strategy)
         path = folder / STATE
-        with hooked.in_place() if hooked and strategy.is_global_zero else nullcontext():
+        with hooked.in_place() if hooked and writes else nullcontext():
             if in_parts:
                 sharded_folder.write(checkpoint, path, strategy)
             else:
                 sharded_folder.together(
                     strategy, "saved", lambda: single_file.write(checkpoint, path) if writes else None
                 )
-        if strategy.is_global_zero and isinstance(folder, Path):
+        if writes and isinstance(folder, Path):
             for pattern in (f".{STATE}.*.tmp", ".hooks.*.tmp"):  # left by killed saves
                 for left in folder.glob(pattern):
                     atomic_write.remove(left)

@@ -23,6 +23,8 @@ class DeviceKind:
     title: str
     #: Whether its devices have an index, as in ``cuda:1``.
     is_numbered: ClassVar[bool] = False
+    #: Whether each of several processes on a machine sees only its own device, with index 0.
+    one_per_process: bool = False
     #: Whether a process group should be created for one device of this kind, which connects the processes immediately.
     binds_process_group: ClassVar[bool] = False
     #: The widest floating-point dtype that it computes in.
@@ -87,6 +89,13 @@ class DeviceKind:
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until a device (None: the current one) has finished everything that was queued."""
+
+    def finish_copies(self, device: torch.device) -> None:
+        """Wait until the copies that this thread has queued are done."""
+        if self.overlaps_copies():
+            self.current_stream(device).synchronize()
+        else:
+            self.synchronize(device)
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a new stream of a device. Only for kinds that overlap copies, like the two methods below."""

@@ -66,9 +66,9 @@ class CUDA(DeviceKind):
     def capability(self, device: torch.device) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(device)
 
-    def computes_in_bfloat16(self) -> bool:
-        """Return True if the current GPU has bf16 arithmetic."""
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    def computes_in_bfloat16(self, including_emulation: bool = True) -> bool:
+        """Return True if the current GPU has bf16 arithmetic, or emulates it."""
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,7 @@ class CUDA(DeviceKind):
 
     def set_random_states(self, states: Any) -> bool:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        for index, state in enumerate(states[:found]):
-            torch.cuda.set_rng_state(state.cpu(), index)
+        torch.cuda.set_rng_state_all([state.cpu() for state in states[:found]])
         return found == len(states)
 
     def seed(self, value: int) -> None:

@@ -16,6 +16,7 @@ from .generic import Generic
 class TPU(Generic):
     """TPUs: each process sees one, and its module leaves most questions to ``torch.accelerator``."""
 
+    one_per_process = True
     visible_variable: ClassVar[str | None] = "TPU_VISIBLE_CHIPS"
 
     def __init__(self) -> None:

@@ -86,14 +86,14 @@ class _Registry(dict[str, type[Accelerator]]):
         """Return the class for a kind that only torch knows, such as ``"npu"``."""
         if name != reported():
             raise KeyError(name)
-        return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_Other,), {"name": name}))
+        return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_OtherKind,), {"name": name}))
 
     def available_accelerators(self) -> list[str]:
         """Return the names of all kinds, including those not available on this machine."""
         return sorted(self)
 
 
-class _Other(Accelerator):
+class _OtherKind(Accelerator):
     """A kind of device that only torch knows by name."""
 
     def __reduce__(self) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import messages
-from ..devices.kinds import accelerators, kind_of
+from ..devices.kinds import CUDA_KIND, accelerators, kind_of
 
 SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
 WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
@@ -169,7 +169,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     finally:
         set_random_states(states)
         if include_cuda:
-            torch.cuda.set_rng_state_all(cuda)
+            CUDA_KIND.set_random_states(cuda)
 
 
 class PrivateRandomness:

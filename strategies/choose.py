@@ -277,6 +277,8 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
     if cluster is None:
         return find_devices(devices, kind)
     started = cluster.local_world_size
+    if kind_of(kind).one_per_process and devices == started:
+        devices = "auto"
     if devices != "auto" or not kind_of(kind).is_numbered:
         found = find_devices(started if devices == "auto" else devices, kind)
         if len(found) != started and devices != -1:

@@ -97,6 +97,11 @@ class Communication:
         return None
 
     @property
+    def parts_group(self) -> Any:
+        """Like :attr:`data_group`, with one process for each part of a sequence too, if sequences are split."""
+        return self.data_group
+
+    @property
     def host_group(self) -> Any:
         """The process group for CPU tensors and objects; None if there is none."""
         return None

@@ -83,7 +83,7 @@ ARROWS = {
     "data": {"devices", "callbacks", "checkpoint", "processes"},
     "callbacks": {"devices", "report", "checkpoint", "loggers"},
     "report": {"devices", "checkpoint", "loggers"},
-    "checkpoint": {"strategies", "big_model", "processes"},
+    "checkpoint": {"devices", "strategies", "big_model", "processes"},
     "strategies": {"devices", "big_model", "processes", "settings"},
     "big_model": {"devices", "processes"},
     "processes": {"devices"},

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ... import messages
 from ...accelerator import accelerator
-from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
-from .evaluation import loss_of_all, note_items
+from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
+from .loaders import DataLoaderShard
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -148,15 +148,7 @@ class Accelerator(accelerator.Accelerator):
         that is not full, or is split across processes, only one row per sample is kept.
         """
         loader = self.gradient_state.active_dataloader
-        if loader is not None:
-            rows, total = loader.batch_rows, loader.total_batch_size or 0
-            full = total // self.strategy.num_data_ranks
-            size = total if self.dataloader_config.split_batches else full
-            input_data = loss_of_all(input_data, size, full, self.gradient_state, self.strategy)
-            if 0 < rows < size:
-                input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
+        if isinstance(loader, DataLoaderShard):
+            split = self.dataloader_config.split_batches
+            input_data = once_per_sample(input_data, loader, self.gradient_state, self.strategy, split)
         return super().gather_for_metrics(input_data, use_gather_object)
-
-
-def _first(value: Tensor, rows: int, size: int) -> Tensor:
-    return value[:rows] if value.dim() and len(value) == size else value

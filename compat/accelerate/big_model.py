@@ -112,14 +112,13 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
 
-    Each tied tensor is counted once.
+    Each tied tensor is counted once. The modules come in the order of ``tied_params``.
     """
-    with_ties = [
-        (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
-    ]
-    names = [name for name, _ in with_ties]
+    owners = [[one for one in modules_to_treat if tied.startswith(f"{one[0]}.")] for tied in tied_params]
+    with_ties = {found[0][0]: found[0][1] for found in owners if found}
+    names = list(with_ties)
     twice = sum(module_sizes[tied] for tied in tied_params if any(tied.startswith(f"{name}.") for name in names))
-    return module_size + sum(module_sizes[name] for name in names) - twice, names, [module for _, module in with_ties]
+    return module_size + sum(module_sizes[name] for name in names) - twice, names, list(with_ties.values())
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:

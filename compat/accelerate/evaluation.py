@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ...accelerator.accumulation import GradientState
+from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.operations import gather
 from ...strategies.base import Strategy
+from .loaders import DataLoaderShard
 
 
 def note_items(state: GradientState, gathered: Any) -> None:
@@ -25,23 +27,41 @@ def note_items(state: GradientState, gathered: Any) -> None:
         state.counted = state.active_dataloader, gathered
 
 
-def loss_of_all(value: Any, size: int, full: int, state: GradientState, strategy: Strategy) -> Any:
-    """Return the loss of the last batch on all processes if ``value`` repeats a process's part of it; else ``value``.
+def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:
+    """Return what a loop gathers for a batch, with as many rows of repeated losses as this process has samples.
 
     Every process must call this.
 
     Args:
-        value: what the loop gathers.
-        size: how often a loss is repeated.
-        full: number of samples in a full batch of one process.
+        data: what the loop gathers.
+        loader: the loader of the batch.
         state: the state of the Accelerator that gathers.
         strategy: its strategy.
+        split: whether processes share batches, so that each repeats its loss for the samples of all.
     """
+    total = loader.total_batch_size or 0
+    full = total // strategy.num_data_ranks
+    size, samples, rows = total if split else full, loader.samples, loader.batch_rows
+    if state.counted is not None and state.counted[0] is loader:
+        data = _loss_of_all(data, size, samples, samples < full, state, strategy)
+
+    def cut(value: Tensor) -> Tensor:
+        repeated = value.dim() and len(value) == size and (rows != size or _is_repeated(value, size))
+        return value[:samples] if repeated else value
+
+    return recursively_apply(cut, data) if samples < size else data
+
+
+def _is_repeated(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.shape == (size,) and bool((value == value[0]).all())
+
+
+def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
+    """Return the loss of the last batch on all processes if ``value`` repeats this process's part; else ``value``."""
     loader, items = state.counted or (None, None)
-    if items is None or loader is None or loader is not state.active_dataloader:
+    if items is None:
         return value
-    repeats = isinstance(value, Tensor) and value.shape == (size,) and bool((value == value[0]).all())
-    own = [1, loader.rows < full, loader.rows > 0, items, value[0]] if repeats else [0] * 5
+    own = [1, short, samples > 0, items, value[0]] if _is_repeated(value, size) else [0] * 5
     row = torch.tensor([[float(number) for number in own]], dtype=torch.float64, device=strategy.device)
     repeated, uneven, counts, numbers, losses = gather(row, strategy, strategy.data_group).unbind(1)
     if not repeated.all():

@@ -14,8 +14,10 @@ from ...accelerator.dispatched_loader import Dispatched
 from ...accelerator.loader_positions import FirstUse, Pass
 from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
 from ...data.batches import Batches
+from ...data.combined_loader import length_of
 from ...data.loaders import announce_epoch, replaced, users_generators
-from ...data.sample_order import pass_over
+from ...data.sample_order import cuts, pass_over
+from ...data.sharding import is_split
 from ...strategies.base import Strategy
 
 
@@ -53,6 +55,21 @@ class DataLoaderShard(PreparedLoader):
         config = replace(config, dispatch_batches=central, data_seed=None)
         vars(self).update(_sampler=sampler, _first=True)
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the most recent batch, not counting repeated ones.
+
+        A batch may have more rows than samples (pairs of texts), or fewer (texts joined into one row), so the number
+        follows from the sampler where possible.
+        """
+        batches: Any = self.base.batch_sampler
+        total, size, world = length_of(sampler_of(self.base)), self.total_batch_size, self.strategy.num_data_ranks
+        known = self._even and cuts(batches) and not is_split(self.base)
+        if not known or total is None or not size or isinstance(self.base.dataset, IterableDataset):
+            return self.rows
+        left = 0 if batches.drop_last or not self.end_of_dataloader or self._is_cut() else total % size
+        return round(self.last_share * left / world) if left else size // world
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         strategy = self.strategy

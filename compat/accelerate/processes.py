@@ -19,7 +19,7 @@ def _strategy() -> Strategy:
     return PartialState().strategy
 
 
-class _Other(Strategy):
+class _OtherProcess(Strategy):
     """Another process, which need not exist; it decides which part of the data a loader reads."""
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
@@ -105,7 +105,7 @@ def prepare_data_loader(
     world = strategy.world_size if num_processes is None else num_processes
     rank = strategy.global_rank if process_index is None else process_index
     if (world, rank) != (strategy.world_size, strategy.global_rank):
-        strategy = _Other(strategy.device, rank, world)
+        strategy = _OtherProcess(strategy.device, rank, world)
     if put_on_device and device is not None and torch.device(device) != strategy.device:
         messages.ignored("prepare_data_loader", f"batches go to this process's {strategy.device}", device=device)
     mesh = options.pop("torch_device_mesh", None)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from ... import messages
@@ -43,6 +42,7 @@ class SplitSequences:
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
         self.mesh, self.dims = mesh, dims
         self.attention = _Attention(mesh)
+        self._whole: dict[int, Tensor] = {}
 
     def bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step that runs on one part of each sequence and attends to all parts."""
@@ -71,13 +71,38 @@ class SplitSequences:
         ]
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.data = part
+        self._whole, self.attention.padded = whole, False
         try:
             with self.attention:
                 yield
         finally:
+            self._whole = {}
             for tensor in tensors:
                 if id(tensor) not in kept:
                     tensor.data = whole[id(tensor)]
+
+    def without_padding_mask(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model's forward without ``attention_mask``, if causal attention hides the padding anyway.
+
+        A mask that was split covers only one part of the sequence. Padding at the end has no effect on the tokens
+        before it. Reads the mask on the host.
+        """
+
+        def forward_without(*args: Any, **kwargs: Any) -> Any:
+            mask = kwargs.get("attention_mask")
+            whole = self._whole.get(id(mask))
+            if whole is None or whole.dim() != 2:
+                return forward(*args, **kwargs)
+            counts = whole != 0
+            if bool((counts[:, 1:] & ~counts[:, :-1]).any()):
+                raise NotImplementedError(
+                    "attention_mask hides tokens that are followed by others. With split sequences, only padding at "
+                    "the end of each sequence can be hidden. Pad on the right (padding_side='right')."
+                )
+            self.attention.padded = not bool(counts.all())
+            return forward(*args, **{**kwargs, "attention_mask": None})
+
+        return forward_without
 
     def cut(self, batch: Any) -> Any:
         """Return this process's part of a batch.
@@ -120,16 +145,42 @@ class SplitSequences:
         return tensor.chunk(count, dim)[self.mesh.get_local_rank()]
 
 
+def check_layers(module: nn.Module) -> None:
+    """Raise a NotImplementedError if a layer would compute something else on a part of a sequence.
+
+    This knows recurrent layers of torch, and the configurations of models from transformers.
+    """
+    for name, part in module.named_modules():
+        config = getattr(part, "config", None)
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if isinstance(part, nn.RNNBase):
+            found = type(part).__name__
+        elif isinstance(kinds, (list, tuple)):
+            found = ", ".join(sorted({str(kind) for kind in kinds} - {"full_attention"}))
+        else:
+            slides = isinstance(window, int) and getattr(config, "use_sliding_window", True)
+            found = f"sliding_window={window}" if slides else ""
+        if found:
+            raise NotImplementedError(
+                f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part on one "
+                "process. Context parallelism (context_parallel, cp_size) supports full attention only. Use another "
+                "model, or do not split sequences."
+            )
+
+
 class _Attention(TorchFunctionMode):
     """Context manager in which attention uses this part's queries with the keys and values of all parts.
 
     It may be entered again inside itself, which has no further effect.
+
+    Attributes:
+        padded: whether the sequences end with padding that only causal attention hides.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self._attends = False
+        self._attends = self.padded = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,6 +235,11 @@ class _Attention(TorchFunctionMode):
                 f"because a mask of shape {tuple(attn_mask.shape)} covers only one part of the sequence. Use "
                 "is_causal=True or no mask. If the batch is padded, make the loss ignore the padding."
             )
+        if self.padded and not is_causal:
+            raise NotImplementedError(
+                "The sequences are padded, and attention is not causal, so it would include the padding. With split "
+                "sequences, masks are not supported: use causal attention, or batches without padding."
+            )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
             raise ValueError(
@@ -192,7 +248,11 @@ class _Attention(TorchFunctionMode):
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None
         key, value = (self._all_parts(tensor)[..., :seen, :] for tensor in (key, value))
-        mask: Any = causal_lower_right(length, seen) if is_causal and seen is not None else None
+        mask: Any = None
+        if is_causal and seen is not None:
+            from torch.nn.attention.bias import causal_lower_right  # importing it takes half a second
+
+            mask = causal_lower_right(length, seen)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:

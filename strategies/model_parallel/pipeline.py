@@ -236,7 +236,7 @@ class Pipeline:
         self._units, self._unit = numbers[2] if by_items else None, call.unit
         output = micro.join(call.outputs, call.sizes) if self.last and isinstance(call.outputs[0], Mapping) else {}
         if by_items:
-            items = numbers[1] if numbers.is_cuda else numbers[1].item()
+            items = numbers[1].item() if numbers.is_cpu else numbers[1]
             return {**output, "loss": loss, "num_items": items}
         return {**output, "loss": loss} if output else loss
 

@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
 
+from ...devices.kinds import kind_of
 from . import microbatches as micro
 from .pipeline_stages import Passage, StageExit, StageRun, Stages, TensorForm, is_fake
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
@@ -102,7 +98,7 @@ class Call:
                 "Return 'num_items' for all micro-batches or for none."
             )
         weights = self.items if form[0] else self.sizes
-        loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
+        loss = micro.mean([loss.to(kind_of(loss.device).widest_float) for loss in losses], weights)
         total = sum(weights)
         return [loss, total, total / self.unit] if self.unit else [loss], form
 
@@ -275,6 +271,8 @@ class MicrobatchSchedule:
     # ---- torch's objects -------------------------------------------------------------------------------------------
 
     def _stage(self, part: _StageModule) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage  # importing it takes half a second
+
         passage = self.passages[part.stage]
         is_last = part.stage == self.stages.count - 1
         outputs = (TensorForm((), torch.float32, False),) if is_last else passage.outputs
@@ -289,14 +287,16 @@ class MicrobatchSchedule:
         )
 
     def _schedule(self, stages: list[Any]) -> Any:
+        from torch.distributed import pipelining
+
         count, processes = self.count, self.pipeline.size
         given: dict[str, Any] = {"loss_fn": _loss if self.training else None, "scale_grads": False}
         if self.pipeline.virtual > 1:
             even = count % max(1, count // processes) == 0
-            kind = ScheduleInterleaved1F1B if self.training and even else ScheduleLoopedBFS
+            kind = pipelining.ScheduleInterleaved1F1B if self.training and even else pipelining.ScheduleLoopedBFS
             return kind(stages, count, **given)
         steady = self.training and self.pipeline.schedule == "1f1b" and count >= self.stages.count
-        return (Schedule1F1B if steady else ScheduleGPipe)(stages[0], count, **given)
+        return (pipelining.Schedule1F1B if steady else pipelining.ScheduleGPipe)(stages[0], count, **given)
 
 
 class _StageModule(nn.Module):

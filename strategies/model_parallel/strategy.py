@@ -21,7 +21,7 @@ from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
-from .context_parallel import SplitSequences
+from .context_parallel import SplitSequences, check_layers
 from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
 from .tensor_parallel import SplitLoss, Splitter
@@ -154,6 +154,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
         self._data_group: Any = None
+        self._parts_group: Any = None
 
     # ---- placement: the processes as a mesh --------------------------------------------------------------------------
 
@@ -207,6 +208,8 @@ class ModelParallelStrategy(FSDPStrategy):
     # ---- placement: the module in parts ------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
+        if self.axis_sizes["cp"] > 1:
+            check_layers(module)
         self._splitter = splitter = self._make_splitter(module)
         super()._shard(module)
         if splitter is not None:
@@ -248,9 +251,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
         kind = kind_of(self.device)
-        host, on_device = self.broadcast([torch.get_rng_state(), kind.random_state(self.device)])
-        if host is not None:
-            torch.set_rng_state(host)
+        host, on_device = self.broadcast((torch.get_rng_state(), kind.random_state(self.device)))
+        torch.set_rng_state(host)
         if on_device is not None:
             kind.set_random_state(on_device, self.device)
         part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
@@ -264,7 +266,9 @@ class ModelParallelStrategy(FSDPStrategy):
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
             step = SplitLoss().bind(step, training)
-        if training and self._sequences is not None and self._sequences.dims != {}:
+        if self._sequences is not None and self._sequences.dims == {}:
+            step = self._sequences.without_padding_mask(step)
+        elif self._sequences is not None and training:
             step = self._sequences.bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
@@ -311,6 +315,14 @@ class ModelParallelStrategy(FSDPStrategy):
         if self._data_group is None:
             self._data_group = flatten_mesh(self.mesh["dp_replicate", "dp_shard"], "dp").get_group()
         return self._data_group
+
+    @property
+    def parts_group(self) -> Any:
+        if self.axis_sizes["cp"] == 1 or self.mesh is None:
+            return self.data_group
+        if self._parts_group is None and self.axis_sizes["tp"] > 1:
+            self._parts_group = flatten_mesh(self.mesh["dp_replicate", "dp_shard", "cp"], "dp_cp").get_group()
+        return self._parts_group
 
     def compute_metric(self, metric: Any) -> Any:
         """Return the value across the ``data_group``, because processes that split layers see the same samples."""

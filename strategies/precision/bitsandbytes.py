@@ -125,6 +125,6 @@ class BitsandbytesPrecision(MixedPrecision):
 def _default_dtype(mode: Mode, device: torch.device) -> torch.dtype:
     if mode == "int8-training":
         return torch.float32
-    if device.type == "cuda" and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16()):
+    if device.type == CUDA_KIND.name and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16(False)):
         return torch.float16
     return torch.bfloat16

@@ -131,19 +131,25 @@ class Language(nn.Module):
         self.mixed, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
         self.double()
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = self.mixed(x).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = None if mask is None else mask[:, None, None, :].bool() & torch.ones(LENGTH, LENGTH).tril().bool()
+        y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=mask is None)
         return x + y.transpose(1, 2).flatten(2)
 
-    def forward(self, words: Tensor, places: Tensor) -> Tensor:
-        x: Any = checkpoint(self.attend, self.words(words) + self.places(places), use_reentrant=False)
+    def forward(self, words: Tensor, places: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x: Any = checkpoint(self.attend, self.words(words) + self.places(places), attention_mask, use_reentrant=False)
         return self.head(x)
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
     lines = torch.randint(WORDS, (count, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    return [{"words": x[:-1], "places": torch.arange(LENGTH), "next": x[1:].where(x[1:] > 2, -100)} for x in lines]
+    places, found = torch.arange(LENGTH), []
+    for number, line in enumerate(lines):
+        real = places < LENGTH - number % 3
+        following = line[1:].where((line[1:] > 2) & real, -100)
+        found.append({"words": line[:-1], "places": places, "next": following, "mask": real.long()})
+    return found
 
 
 def learned(batch_size: int, counts: bool, **sizes: int) -> Any:
@@ -159,10 +165,11 @@ def learned(batch_size: int, counts: bool, **sizes: int) -> Any:
     for batch in batches:
         given, parts = list(batch.values()), accelerator.strategy.world_size // accelerator.strategy.num_data_ranks
         before = [one.clone() for one in given]
-        with accelerator.maybe_context_parallel(given, [1] * 3, no_restore_buffers={given[1]}):
+        with accelerator.maybe_context_parallel(given, [1] * 4, no_restore_buffers={given[1]}):
             assert all(one.shape[1] == LENGTH // parts for one in given)
             with accelerator.accumulate(model):
-                logits, target = model(batch["words"], batch["places"]).flatten(0, 1), batch["next"].flatten()
+                logits = model(batch["words"], batch["places"], attention_mask=batch["mask"] if counts else None)
+                logits, target = logits.flatten(0, 1), batch["next"].flatten()
                 if counts:
                     count = (target >= 0).sum()
                     loss = F.cross_entropy(logits, target, reduction="sum") / count.clamp(min=1)
@@ -175,13 +182,16 @@ def learned(batch_size: int, counts: bool, **sizes: int) -> Any:
         assert torch.equal(given[0], before[0])
         assert torch.equal(given[2], before[2])
         assert given[1].shape[1] == LENGTH // parts
-    whole = samples(2)
-    rows = [torch.stack([one[name] for one in whole]) for name in ("words", "places", "next")]
-    with torch.no_grad():
-        full = model(*rows[:2]).mean()
-        with accelerator.maybe_context_parallel(rows, [1] * 3):
-            part = accelerator.reduce(model(*rows[:2]).mean(), "mean")
-    torch.testing.assert_close(part, full)
+    model.eval()
+    for batch in accelerator.prepare(DataLoader(samples(4), 1)):  # type: ignore[arg-type]
+        given = [batch["words"], batch["places"]]
+        with torch.no_grad():
+            full = accelerator.gather_for_metrics(model(*given).mean((1, 2)))
+            with accelerator.maybe_context_parallel(given, [1] * 2):
+                split = accelerator.gather_for_metrics(model(*given).mean((1, 2)))
+        assert full.shape == (accelerator.strategy.num_data_ranks,)
+        assert split.shape == (accelerator.num_processes,)
+        torch.testing.assert_close(split.view(len(full), -1).mean(1), full)
     state = accelerator.get_state_dict(model)
     return state if accelerator.is_main_process else None
 

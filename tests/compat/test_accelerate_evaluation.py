@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from rank_processes import ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import DataLoaderConfiguration
@@ -35,17 +37,35 @@ class Stream(IterableDataset[int]):
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluated(accelerator: Any, loader: Any, by_tokens: bool) -> tuple[float, list[int]]:
+def in_one_row(samples: Iterable[int]) -> Tensor:
+    return torch.tensor([list(samples)])
+
+
+def in_two_rows(samples: Iterable[int]) -> Tensor:
+    return torch.tensor([[sample, sample] for sample in samples]).flatten()
+
+
+#: The samples of a batch, by the function that collates them.
+SAMPLES: dict[Any, Any] = {
+    None: lambda batch: batch,
+    in_one_row: lambda batch: batch[0],
+    in_two_rows: lambda batch: batch[::2],
+}
+
+
+def evaluated(accelerator: Any, loader: Any, by_tokens: bool, collate: Any) -> tuple[float, list[int]]:
     """The loss, and the samples in the order of their predictions."""
     losses, seen = [], []
-    for samples in loader:
+    for batch in loader:
+        samples = SAMPLES[collate](batch)
         if by_tokens:
             items = accelerator.gather(TOKENS[samples].sum()).sum()
             loss = SUMS[samples].sum() / items * accelerator.num_processes
         else:
             loss = (SUMS[samples] / TOKENS[samples]).mean()
         losses.append(accelerator.gather_for_metrics(loss.repeat(loader.batch_size)))
-        seen += accelerator.gather_for_metrics(samples).tolist()
+        if collate is None:
+            seen += accelerator.gather_for_metrics(batch).tolist()
     return torch.cat(losses).mean().item(), seen
 
 
@@ -63,12 +83,14 @@ def evaluate(shapes: list[tuple[dict[str, bool], int, int]]) -> None:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
         world = accelerator.num_processes
         data: Any = Stream(samples) if "dispatch_batches" in config else list(range(samples))
-        for by_tokens in (True, False):
-            loader = accelerator.prepare(DataLoader(data, size * world if "split_batches" in config else size))
-            loss, seen = evaluated(accelerator, loader, by_tokens)
-            shape = f"{samples} samples in batches of {size}, {config}, {by_tokens=}"
+        for by_tokens, collate in itertools.product(
+            (True, False), SAMPLES if (config, samples) == ({}, 13) else (None,)
+        ):
+            whole = DataLoader(data, size * world if "split_batches" in config else size, collate_fn=collate)
+            loss, seen = evaluated(accelerator, accelerator.prepare(whole), by_tokens, collate)
+            shape = f"{samples} samples in batches of {size}, {config}, {by_tokens=}, {collate}"
             assert loss == pytest.approx(on_one_process(samples, size * world, by_tokens), rel=1e-12), shape
-            assert seen == list(range(samples)), shape
+            assert seen == ([] if collate else list(range(samples))), shape
 
 
 def test_a_loss_gathered_once_per_sample_is_that_of_one_process() -> None:

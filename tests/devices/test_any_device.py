@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator, Trainer, TrainingModule, seed_everything
 from paceline.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint, ThroughputMonitor
 from paceline.loggers import CSVLogger
+from paceline.processes import process_group
 
 KIND = os.environ.get("PACELINE_TEST_DEVICE", "cpu")
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 #: Sums are added in another order than on the CPU.
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Later tests fork ranks of their own."""
+    yield
+    process_group.leave()
 
 
 def loader(batches: int = 6, size: int = 8) -> DataLoader:

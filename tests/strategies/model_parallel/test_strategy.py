@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from paceline import Trainer, TrainingModule
 from paceline.processes.cluster_environment import Cluster
 from paceline.strategies import ModelParallelStrategy, Strategy
-from paceline.strategies.model_parallel.context_parallel import SplitSequences
+from paceline.strategies.model_parallel.context_parallel import SplitSequences, check_layers
 from paceline.strategies.model_parallel.strategy import find_sizes
 
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
@@ -554,6 +555,22 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         ):
             SplitSequences(mesh, {}).split([x], [2], ()).__enter__()
         assert x.shape == (2, 4)
+        forward = SplitSequences(mesh, {}).without_padding_mask(lambda attention_mask: attention_mask)
+        assert forward(attention_mask=x) is x
+        split = SplitSequences(mesh, {})
+        forward = split.without_padding_mask(lambda attention_mask: F.scaled_dot_product_attention(q, q, q))
+        for padding, error in ((x > 4, "followed by others"), (x < 6, "attention is not causal"), (x >= 0, None)):
+            with split.split([padding], [1], ()):
+                if error is None:
+                    assert forward(attention_mask=padding).shape == q.shape
+                else:
+                    with pytest.raises(NotImplementedError, match=error):
+                        forward(attention_mask=padding)
+        for layer in (nn.LSTM(1, 1), SimpleNamespace(layer_types=["full_attention", "mamba"])):
+            module = nn.Sequential(layer) if isinstance(layer, nn.Module) else nn.Sequential()
+            module.config = layer
+            with pytest.raises(NotImplementedError, match=r"has layers \((LSTM|mamba)\) that need more of a sequence"):
+                check_layers(module)
 
     ranks(2, partial(_with_group, run))
 
