@@ -223,8 +223,8 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
     if _counts_all_ranks(state):
         return
     for leaf in leaves_of(loader):
-        dataset, workers = getattr(leaf, "dataset", None), getattr(leaf, "num_workers", 0)
-        name = type(getattr(whole_of(leaf), "dataset", None)).__name__
+        dataset, workers = getattr(leaf, "dataset", leaf), getattr(leaf, "num_workers", 0)
+        name = type(getattr(whole_of(leaf), "dataset", leaf)).__name__
         if splits_itself(dataset):
             why, instead = f"{name} decides by itself which samples each rank reads", "do not split it by rank yourself"
         elif isinstance(dataset, IterableDataset) and workers > 1:
