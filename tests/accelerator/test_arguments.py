@@ -18,7 +18,7 @@ from paceline import Accelerator, PartialState
 from paceline.accelerator.general_tracker import GeneralTracker
 from paceline.accelerator.kwargs_handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from paceline.accelerator.loaders import DataLoaderConfiguration
-from paceline.accelerator.parallelism_config import ParallelismConfig, TorchContextParallelConfig
+from paceline.accelerator.parallelism_config import ParallelismConfig
 from paceline.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -90,7 +90,6 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: DistributedDataParallelKwargs(check_reduction=True), "check_reduction=True", "always"),
     (lambda: GradientAccumulationPlugin(adjust_scheduler=False), "adjust_scheduler=False", "once per update"),
     (lambda: _accelerator(dynamo_plugin=TorchDynamoPlugin(mode="default")), "mode='default'", "no backend"),
-    (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()), "cp_handler=", "split sequences"),
     *(
         (lambda one=one: FullyShardedDataParallelPlugin(**one).options(), next(iter(one)), "FSDP2")
         for one in (
