@@ -1,4 +1,4 @@
-"""peft: LoRA under a Trainer, under trl, and in a loop with an Accelerator."""
+"""peft: LoRA under a Trainer, also on quantized weights, under trl, and in a loop with an Accelerator."""
 
 from __future__ import annotations
 
