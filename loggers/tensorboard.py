@@ -22,7 +22,7 @@ from .values import flat, number
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
+WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(FolderLogger):
@@ -64,8 +64,8 @@ class TensorBoardLogger(FolderLogger):
         if not messages.is_installed("tensorboard"):
             raise ModuleNotFoundError(messages.missing("TensorBoardLogger", "tensorboard"), name="tensorboard")
         for option in kwargs:
-            if option not in _WRITER_OPTIONS:
-                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, _WRITER_OPTIONS))
+            if option not in WRITER_OPTIONS:
+                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, WRITER_OPTIONS))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))

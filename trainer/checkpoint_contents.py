@@ -210,7 +210,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
             "restore=['model'])."
         )
     if "optimizer" in parts:
-        _restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
+        restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
         restore_precision(run.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     if "schedulers" in parts:
         _restore_schedulers(run, checkpoint.get("lr_schedulers", []))
@@ -244,7 +244,8 @@ def _same_count(what: str, saved: int, given: int) -> None:
         )
 
 
-def _restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
+def restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
+    """Restore the optimizers' states and, if ``settings``, the settings of their parameter groups."""
     _same_count("optimizers", len(states), len(run.optimizers))
     for index, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
         problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")

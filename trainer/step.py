@@ -123,7 +123,7 @@ class TrainStep(ManualStep):
         # `read` checks the form of the output; None means that the batch is skipped.
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
         if loss is None:
-            return self.skip()
+            return self.skip_loss()
         self.differentiate(loss)
         state.window += 1
         if complete:
@@ -134,6 +134,10 @@ class TrainStep(ManualStep):
         """Skip the batch without adding it to the window."""
         if self.state.is_last_batch:
             self.finish_window()
+
+    def skip_loss(self) -> None:
+        """Skip a batch for which ``training_step`` returned None."""
+        self.skip()
 
     def differentiate(self, loss: Tensor) -> None:
         """Run backward on one micro-batch."""
@@ -237,8 +241,9 @@ class ClosureStep(TrainStep):
 
         def closure() -> Tensor | None:
             if evaluated:
-                self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
+                if state.window or not self.clears_first:
+                    self.clear(self.optimizer)
             self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)

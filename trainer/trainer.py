@@ -262,6 +262,11 @@ class Trainer:
         self.layer_sync = plugins.layer_sync
         if type(self.layer_sync) is TorchSyncBatchNorm:
             self.sync_batchnorm, self.layer_sync = True, None
+        elif self.layer_sync is not None and self.sync_batchnorm:
+            raise ValueError(
+                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) asks for two ways to "
+                "synchronize layers. Leave out sync_batchnorm, or the plugin."
+            )
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
         self.strategy.checkpoint_io = self.checkpoint_io
 

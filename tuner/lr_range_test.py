@@ -173,14 +173,14 @@ class RangeTest:
                 optimizer = own.optimizers[0]
                 shares = shares_of(optimizer, places[0].get() if places else None)
                 rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
-                after = _LossCurve(own, found, self.early_stop_threshold, self.rate)
+                after = LossCurve(own, found, self.early_stop_threshold, self.rate)
                 trial.train(own, rate, after)
         finally:
             kept.restore()
         return found
 
 
-class _LossCurve:
+class LossCurve:
     """Records the loss of each accumulation window and decides when to stop the test."""
 
     def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
@@ -195,8 +195,7 @@ class _LossCurve:
         both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=device)
         total, count = strategy.reduce(both, "sum", strategy.host_group).tolist()
         if not self.run.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
-            self.skipped += 1
-            return self.skipped > 10 * self.found.num_training
+            return self.skip()
         step = len(results["lr"]) + 1
         self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * total / count
         smooth = self.average / (1 - _SMOOTHING**step)
@@ -207,6 +206,11 @@ class _LossCurve:
         if step >= _SETTLING:
             self.best = min(self.best, smooth)
         return exploded or step >= self.found.num_training
+
+    def skip(self) -> bool:
+        """Leave out a window without an update or without losses; return whether to stop."""
+        self.skipped += 1
+        return self.skipped > 10 * self.found.num_training
 
 
 def check(run: Run) -> None:

@@ -59,7 +59,7 @@ _STRATEGIES = {
 
 def install(version: str) -> None:
     """Apply the behavior of Lightning ``version`` to Paceline's classes."""
-    from ...checkpoint import instantiate, lightning_format
+    from ...checkpoint import file_names, instantiate, lightning_format
     from ...data import loaders
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
@@ -72,6 +72,7 @@ def install(version: str) -> None:
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     lightning_format.LAYOUT_VERSION = version
+    file_names.MISSING = 0
     stopping.interruption = _interruption
     loaders.is_loader_collection = _lists_are_collections(loaders.is_loader_collection)
     precision.convert = _convert_floats
@@ -90,6 +91,7 @@ def install(version: str) -> None:
 
 
 def _change_loggers() -> None:
+    from ...loggers import tensorboard
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
@@ -98,6 +100,7 @@ def _change_loggers() -> None:
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     ExperimentWriter.first_columns = ("step",)
+    tensorboard.WRITER_OPTIONS = (*tensorboard.WRITER_OPTIONS, "comment")  # it has no effect
     save = TensorBoardLogger.save
 
     def save_run(logger: TensorBoardLogger) -> None:
@@ -117,15 +120,24 @@ def _change_callbacks() -> None:
     from ...callbacks.weight_averaging import EMAWeightAveraging
     from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
 
-    range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
+    tests: Any = import_module("paceline.tuner.lr_range_test")
+    range_test, curve = tests.RangeTest, tests.LossCurve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate = range_test.rate
+    rate, without_update = range_test.rate, curve.skip
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
             score = keeper.current_score = torch.tensor(float("inf" if keeper.mode == "min" else "-inf"))
         take_in(keeper, path, score, gone)
+
+    def skip_step(one: Any) -> bool:
+        if not one.run.state.stepped:
+            return without_update(one)
+        results = one.found.results
+        results["lr"].append(one.rate(len(results["lr"])))
+        results["loss"].append(float("nan"))
+        return len(results["lr"]) >= one.found.num_training
 
     def begin_averaging(callback: Any, trainer: Any, module: Any) -> None:
         begin(callback, trainer, module)
@@ -142,6 +154,7 @@ def _change_callbacks() -> None:
             (StochasticWeightAveraging, "_begin"): begin_averaging,
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
+            (curve, "skip"): skip_step,
             (range_test, "__post_init__"): lambda test: None,
             (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
         }
@@ -171,14 +184,14 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks
+    from ...trainer import arguments, default_callbacks, loop
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
-    from ...trainer.step import ClosureStep, TrainStep
+    from ...trainer.step import ClosureStep, TrainStep, detached
     from ...trainer.trainer import Trainer
     from . import plugins
 
@@ -199,18 +212,22 @@ def _replace_methods() -> None:
         (FitLoop, "refuse_empty"): _warn_of_empty,
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
+        (ManagedOptimizer, "step"): _returning(ManagedOptimizer.step),
         (ManagedOptimizer, "zero_grad"): _zero_grad,
         (MetricStore, "epoch_of_eval_step"): lambda store: None,
         (ModuleHooks, "on_validation_model_zero_grad"): lambda module: module.zero_grad(),
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
         (RunState, "x_axis"): lambda state, updates: max(updates - 1, 0) if state.fn == "fit" else updates,
+        (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     TrainStep.clears_first = True
+    trial: Any = import_module("paceline.tuner.trial")
+    loop.detached = trial.detached = lambda output: detached(output) or {}
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -344,6 +361,46 @@ def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]
             switch(loop, what)
 
     return change
+
+
+def _count_without_loss(step: Any) -> None:
+    """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
+    state = step.state
+    if not state.window:
+        step.zero_grad()
+    state.window += 1
+    if state.window < step.accumulate and not state.is_last_batch:
+        return
+    if not step.scales:
+        step.update()
+        return
+    state.window, state.stepped = 0, True  # a loss scaler rejects a step without gradients
+    state.global_step += 1
+    state.updates += 1
+
+
+def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` to return what the original optimizer's ``step`` returned; None if the step was skipped."""
+
+    def call(managed: Any, closure: Any = None, **arguments: Any) -> Any:
+        optimizer, found = managed.optimizer, [None]
+        own, before = optimizer.step, vars(optimizer).get("step")
+
+        @functools.wraps(own)
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            found[0] = own(*args, **kwargs)
+            return found[0]
+
+        optimizer.step = keeping
+        try:
+            step(managed, closure, **arguments)
+        finally:
+            del optimizer.step
+            if before is not None:
+                optimizer.step = before
+        return found[0]
+
+    return call
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

@@ -205,7 +205,7 @@ with warnings.catch_warnings(record=True) as told:
     pl.Trainer(**plain | {"callbacks": [unranked]}).fit(Net(), DataLoader(torch.ones(4, 4)))
 assert any("'val_loss' was not logged" in str(one.message) for one in told), told
 assert unranked.best_model_path == "" and os.listdir("unranked") == ["last.ckpt"]
-board = pl.loggers.TensorBoardLogger("board")
+board = pl.loggers.TensorBoardLogger("board", comment="x")
 board.save()
 assert "hparams.yaml" in os.listdir(board.log_dir)
 csv.log_metrics({"a": 1}, 4)
@@ -281,7 +281,7 @@ class ByHand(Net):
     def training_step(self, batch, batch_idx):
         self.optimizers().zero_grad()
         self.manual_backward(self.layer(batch).sum())
-        self.optimizers().step()
+        assert self.optimizers().step(lambda: "loss") == "loss" and self.optimizers().step() is None
     def configure_optimizers(self):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer := super().configure_optimizers(), 1)
         return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
@@ -318,6 +318,24 @@ pl.Trainer(**plain).predict(Modes(), data)
 spy = Spy()
 told = caught(lambda: pl.Trainer(**plain | {"callbacks": [spy]}).fit(ByHand()))
 assert "zero" not in spy.order and any(issubclass(one.category, RuntimeWarning) for one in told), told
+
+# parts of its own
+class Own(pl.strategies.SingleDeviceStrategy):
+    def load_optimizer_state_dict(self, checkpoint):
+        self.given = checkpoint["optimizer_states"]
+
+class Kept(pl.plugins.TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.given = checkpoint
+
+own, kept, weights = Own("cpu"), Kept(), torch.zeros(1)
+pl.Trainer(**plain | {"strategy": own}).fit(Net(), ckpt_path="half.ckpt")
+assert len(own.given) == 1
+pl.plugins.AsyncCheckpointIO(kept).save_checkpoint({"weights": weights}, "unused")
+weights += 1
+assert kept.given["weights"].item() == 0
+pl.Trainer(**plain | {"callbacks": pl.callbacks.ModelCheckpoint("named", "{nothing:.1f}")}).fit(Net())
+assert os.listdir("named") == ["nothing=0.0.ckpt"], os.listdir("named")
 
 # hooks by their names
 hooks = {name for name, _ in inspect.getmembers(pl.Callback, inspect.isfunction) if name[0] != "_"}
@@ -357,6 +375,20 @@ logged = [one.kwargs["metrics"] for one in logger.log_metrics.mock_calls]
 assert [one["train/time"] for one in logged if "train/time" in one] == [7, 11, 12, 14], logged
 assert [one["validate/time"] for one in logged if "validate/time" in one] == [1, 1], logged
 assert "train/device/batches_per_sec" not in logged[0] and "epoch" not in logged[4], logged
+
+# batches without a loss
+class Skips(Net):
+    def training_step(self, batch, batch_idx):
+        self.called.append(self.trainer.global_step)
+        return None if self.trainer.global_step == 1 else super().training_step(batch, batch_idx)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.called.append(sorted(outputs))
+
+skips = Skips()
+pl.Trainer(**plain | {"max_steps": 3}).fit(skips)
+assert skips.called == [0, ["loss"], 1, [], 2, ["loss"]], skips.called
+found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(Skips(), num_training=3, update_attr=False).results
+assert len(found["lr"]) == 3 and [loss == loss for loss in found["loss"]] == [True, False, True], found
 
 # the tuner
 trainer, net = pl.Trainer(**plain | {"logger": True}), Net()
