@@ -27,8 +27,9 @@ _MEANT = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFou
 
 @functools.cache
 def _joined(kind: type[Exception], also: tuple[type[Exception], ...] = ()) -> type[Exception]:
-    kinds = dict.fromkeys((MisconfigurationException, kind, *also))
-    return type(f"Misconfiguration{kind.__name__}", tuple(kinds), {"__module__": __name__})
+    kinds = tuple(dict.fromkeys((MisconfigurationException, kind, *also)))
+    made: Any = type(f"Misconfiguration{kind.__name__}", kinds, {"__module__": __name__})
+    return made
 
 
 def _is_own(traceback: TracebackType | None) -> bool:
