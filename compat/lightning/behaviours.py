@@ -245,7 +245,8 @@ def _translate_errors() -> None:
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
                 function = getattr(owner, method)
-                setattr(owner, method, translated(function))
+                also = (ValueError,) if method in ("log", "log_dict") else ()  # where Paceline raises a TypeError
+                setattr(owner, method, translated(function, *also))
                 if method == "__init__":
                     with suppress(NameError):  # for a type that only type checkers import
                         inspect.unwrap(function).__annotations__ = get_type_hints(function)

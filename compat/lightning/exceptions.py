@@ -26,8 +26,10 @@ _MEANT = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFou
 
 
 @functools.cache
-def _joined(kind: type[Exception]) -> type[Exception]:
-    return type(f"Misconfiguration{kind.__name__}", (MisconfigurationException, kind), {"__module__": __name__})
+def _joined(kind: type[Exception], also: tuple[type[Exception], ...] = ()) -> type[Exception]:
+    kinds = tuple(dict.fromkeys((MisconfigurationException, kind, *also)))
+    made: Any = type(f"Misconfiguration{kind.__name__}", kinds, {"__module__": __name__})
+    return made
 
 
 def _is_own(traceback: TracebackType | None) -> bool:
@@ -51,8 +53,8 @@ def exiting(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def translated(function: F) -> F:
-    """Wrap a function so that Paceline's errors are also instances of Lightning's exceptions."""
+def translated(function: F, *also: type[Exception]) -> F:
+    """Wrap a function so that Paceline's errors are also instances of Lightning's exceptions and of ``also``."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +63,7 @@ def translated(function: F) -> F:
         except _MEANT as error:
             if type(error) not in _MEANT or not _is_own(error.__traceback__):
                 raise
-            both = _joined(type(error))(*error.args)
+            both = _joined(type(error), also)(*error.args)
             both.__cause__, both.__suppress_context__ = error.__cause__, True
             raise both.with_traceback(error.__traceback__)  # noqa: B904 - it is the same error
 

@@ -376,6 +376,15 @@ class AcceleratorConnector:
         return self.strategy
 
 
+def _val_check_batch(trainer: Trainer) -> int | float | None:
+    """Return the number of training batches between validations; None before a fit."""
+    source = trainer.current_run.source
+    if source.train_loader is None:
+        return None
+    batches = source.val_check_batch()
+    return source.num_training_batches if batches == float("inf") else batches
+
+
 #: Attributes to add to Trainers, and the views that they return.
 VIEWS: dict[str, Callable[[Trainer], Any]] = {
     "fit_loop": FitLoopView,
@@ -387,6 +396,7 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
     "_checkpoint_connector": CheckpointConnector,
     "_data_connector": DataConnector,
     "_logger_connector": LoggerConnector,
+    "val_check_batch": _val_check_batch,
 }
 
 

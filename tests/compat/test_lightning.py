@@ -444,6 +444,9 @@ assert net.seen == [(0, 0, False, 0), (0, 1, True, 1), (1, 0, False, 2), (1, 1, 
 assert trainer.fit_loop.epoch_progress.current.processed == 2 == trainer.max_epochs
 assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.fit_loop.epoch_loop.global_step == 4
 assert trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed == 4
+assert (pl.Trainer(**quiet).val_check_batch, trainer.val_check_batch) == (None, 2)
+wrong = type("Wrong", (Net,), {"training_step": lambda self, batch, batch_idx: self.log("x", "text")})
+says(lambda: pl.Trainer(max_epochs=1, **quiet).fit(wrong(), loader), ValueError, "text")
 assert trainer.fit_loop.max_batches == 2 and trainer.validate_loop.max_batches == [2]
 assert trainer._logger_connector.callback_metrics.keys() == {"x"}
 assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 4
