@@ -8,6 +8,7 @@
 #   make streams  data sets that stream, killed and resumed; about twenty minutes
 #   make gpu      tests and benchmarks on a machine with a GPU; 25 minutes at most, installs nothing
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
+#   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches gpu format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu format demo clean
 
 test: lint types tests
 
@@ -63,6 +64,10 @@ gpu:
 torches: .venv/installed
 	$(BIN)/python clients/torches/run.py $(TORCHES)
 
+# TorchTPU is in an environment of its own, .tpu, on top of .venv; TPU="-k resumed" picks tests.
+tpu: .venv/installed
+	$(BIN)/python clients/tpu/run.py $(TPU)
+
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --random-order-bucket=global --random-order-seed=$(SEED)
@@ -96,4 +101,4 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients .loggers .streams .torches build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients .loggers .streams .torches .tpu build dist *.egg-info .pytest_cache .ruff_cache runs

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .accelerator.plugins import ProjectConfiguration as ProjectConfiguration
     from .accelerator.plugins import TorchDynamoPlugin as TorchDynamoPlugin
     from .accelerator.process_state import PartialState as PartialState
+    from .accelerator.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+    from .accelerator.quantization import load_and_quantize_model as load_and_quantize_model
     from .accelerator.random_seeds import set_seed as set_seed
     from .accelerator.random_seeds import synchronize_rng_states as synchronize_rng_states
     from .big_model.dispatch import cpu_offload as cpu_offload
@@ -82,6 +84,7 @@ lazy_names(
         "accelerator.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin "
         "ProjectConfiguration TorchDynamoPlugin",
         "accelerator.process_state": "PartialState",
+        "accelerator.quantization": "BnbQuantizationConfig load_and_quantize_model",
         "accelerator.random_seeds": "set_seed synchronize_rng_states",
         "big_model.dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model",
         "big_model.empty_init": "init_empty_weights init_on_device",

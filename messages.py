@@ -145,12 +145,12 @@ def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
     return "library" if is_library or file == "<string>" or os.path.dirname(file) == _PROGRAMS else "user"
 
 
-def warn_once(text: str, key: str | None = None) -> None:
+def warn_once(text: str, key: str | None = None, category: type[PacelineWarning] = PacelineWarning) -> None:
     """Like :func:`warn`, but only once per process for each text (or ``key``)."""
     key = key or text
     if key not in _said:
         _said.add(key)
-        warn(text)
+        warn(text, category)
 
 
 def info_once(text: str, key: str | None = None) -> None:
@@ -159,6 +159,20 @@ def info_once(text: str, key: str | None = None) -> None:
     if key not in _said:
         _said.add(key)
         info(text)
+
+
+def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
+    """Say once that arguments have no effect. Where ignoring an argument would change numbers, raise an error instead.
+
+    Args:
+        where: what the arguments were passed to, such as ``"Accelerator"``.
+        why: the reason; it follows "because".
+        unless: the arguments' default. Arguments that have this value, or are None, are not reported.
+        **given: the arguments by name.
+    """
+    named = [f"{name}={value!r:.100}" for name, value in given.items() if value is not None and value is not unless]
+    if named:
+        info_once(f"{where}({', '.join(named)}) has no effect, because {why}.")
 
 
 def debug_once(text: str) -> None:

@@ -434,6 +434,24 @@ def finish_backward(state: Any) -> None:
     state._root_post_backward_final_callback()
 
 
+def after_backward(root: nn.Module, then: Callable[[], None] | None) -> None:
+    """Call ``then`` at the end of each backward pass through the modules inside ``root`` that FSDP shards.
+
+    FSDP has reduced its own gradients by then. None removes the function that was set before.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    def both(finish: Callable[[], None], then: Callable[[], None]) -> None:
+        finish()
+        then()
+
+    for state in (fsdp_state(part) for part in root.modules() if isinstance(part, FSDPModule)):
+        vars(state).pop("_root_post_backward_final_callback", None)
+        if then is not None:
+            finish = state._root_post_backward_final_callback
+            state._root_post_backward_final_callback = partial(both, finish, then)
+
+
 #: Returns the method of an :data:`fsdp_state` that registers a tensor as the start of a backward pass. It is needed for
 #: tensors that torch does not find in the module's output.
 expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_register_pre_backward_hook")

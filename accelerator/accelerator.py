@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
 
+from .. import messages
 from ..doctor.doctor import Doctor
-from ..doctor.own_loop import PlannedLoop, Wiring
+from ..doctor.own_loop import OwnLoop, PlannedLoop
 from ..doctor.script_options import Plan
 from ..memory.out_of_memory_retry import release_memory
 from ..processes.cpu_memory import keep_freed_memory
@@ -22,13 +23,15 @@ from .accumulation import GradientState, Window
 from .arguments import read_arguments
 from .gradients import Gradients
 from .kwargs_handlers import ProfileKwargs
-from .loaders import skip_first_batches
+from .loaders import refuse_slice_fn, skip_first_batches
 from .model_weights import ModelWeights
-from .models import refuse_processes, restore, unwrapped
+from .models import refuse_processes, unwrap_model
+from .observed_methods import time_methods
 from .optimizers import AcceleratedOptimizer
+from .parallelism_config import ParallelismConfig, check_buffers
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
-from .properties import Facts
+from .properties import AcceleratorProperties
 from .save_state import States
 from .schedulers import AcceleratedScheduler
 from .state_contents import Contents
@@ -49,7 +52,6 @@ if TYPE_CHECKING:
     from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
-    from .parallelism_config import ParallelismConfig
     from .plugins import (
         DeepSpeedPlugin,
         FullyShardedDataParallelPlugin,
@@ -64,8 +66,24 @@ T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 
+#: Methods that the doctor times, and the part of a step that each belongs to.
+_TIMED = {
+    "backward": "backward",
+    "clip_grad_norm_": "optimizer",
+    "clip_grad_value_": "optimizer",
+    "gather": "communication",
+    "gather_for_metrics": "communication",
+    "reduce": "communication",
+    "pad_across_processes": "communication",
+    "wait_for_everyone": "communication",
+    "log": "logging",
+    "save_state": "checkpoint",
+    "save_model": "checkpoint",
+    "save": "checkpoint",
+}
 
-class Accelerator(Facts):
+
+class Accelerator(AcceleratorProperties):
     """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
 
     Example::
@@ -93,7 +111,8 @@ class Accelerator(Facts):
         deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: accepted and ignored, because ranks agree on the sample order without exchanging RNG states.
+        rng_types: random states (``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``) that all processes take
+            from process 0 when a pass over a loader begins. They always agree on the sample order (``"generator"``).
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -104,7 +123,8 @@ class Accelerator(Facts):
             profiler.
         dynamo_backend: backend to compile models with.
         dynamo_plugin: the backend and other compilation settings.
-        parallelism_config: sizes of the tensor-parallel, sharded and replicated dimensions.
+        parallelism_config: sizes of the dimensions along which layers and sequences are split and parameters
+            sharded and replicated.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
@@ -163,6 +183,7 @@ class Accelerator(Facts):
             kwargs_handlers=kwargs_handlers,
             dynamo_plugin=dynamo_plugin,
             parallelism_config=parallelism_config,
+            rng_types=rng_types,
         )
         strategy = arguments.strategy
         self.settings = arguments.settings
@@ -186,6 +207,7 @@ class Accelerator(Facts):
             output_dtype=arguments.settings["output_dtype"],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps=arguments.settings["scheduler_steps"],
+            rng_types=arguments.rng_types,
         )
         self.windows = Windows(strategy, self.gradient_state, self.prepared)
         self.gradients = Gradients(strategy, self.gradient_state, self.prepared)
@@ -243,8 +265,8 @@ class Accelerator(Facts):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model is returned as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed, pass a
-        model and its optimizer in the same call.
+        A model is returned as the same object, ready to train on this run's devices. Several calls do the same as one.
+        Under FSDP and DeepSpeed, prepare a model before its optimizer, or both in the same call.
 
         Args:
             *objects: the objects.
@@ -288,11 +310,25 @@ class Accelerator(Facts):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare one loader."""
-        return self.prepared.loader(data_loader, device_placement)
+        """Prepare one loader.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether to move batches to the device; None uses the Accelerator's setting.
+            slice_fn_for_dispatch: not supported for a loader that only process 0 reads; no effect on any other.
+        """
+        found = self.prepared.loader(data_loader, device_placement)
+        refuse_slice_fn("accelerator.prepare_data_loader", found, slice_fn_for_dispatch=slice_fn_for_dispatch)
+        return found
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, whose state is always on the device of its parameters."""
+        messages.ignored(
+            "accelerator.prepare_optimizer",
+            "an optimizer's state is always on the device of its parameters",
+            unless=True,
+            device_placement=device_placement,
+        )
         return self.prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -396,14 +432,16 @@ class Accelerator(Facts):
         """Gather a batch's results from all processes, so that the result contains each sample once.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. All other
-        values are gathered in full.
+        values are gathered in full. If ``maybe_context_parallel`` has split the batch, each process has the results of
+        one part of each sequence; the parts' results then follow each other along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
             use_gather_object: whether to gather the data as Python objects.
         """
         loader = self.gradient_state.active_dataloader
-        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
+        in_parts = self.gradient_state.split_batch == self.gradient_state.batch
+        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object, in_parts)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Reduce tensors across processes, then multiply them by ``scale``; ``"none"`` skips the reduction."""
@@ -416,17 +454,8 @@ class Accelerator(Facts):
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the module without its ``torch.compile``, DataParallel and DistributedDataParallel wrappers.
-
-        Args:
-            model: the model.
-            keep_fp32_wrapper: if False, restore the module's own forward, so that it is a plain module again.
-            keep_torch_compile: accepted and ignored.
-        """
-        found = unwrapped(model)
-        if not keep_fp32_wrapper and isinstance(found, nn.Module):
-            restore(found)
-        return found
+        """Return the module without its wrappers; see :func:`.models.unwrap_model`."""
+        return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables.
@@ -440,15 +469,28 @@ class Accelerator(Facts):
 
     clear = free_memory
 
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Not supported. To split sequences, use ``Trainer(strategy=ModelParallelStrategy(...))``."""
-        if kwargs.get("buffers") or args:
-            raise NotImplementedError(
-                "accelerator.maybe_context_parallel is not supported, because splitting sequences needs control of the "
-                "entire step. Use Trainer(strategy=ModelParallelStrategy(context_parallel=..., "
-                "context_parallel_dims=...))."
-            )
-        return nullcontext()
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Context manager that splits sequences with ``ParallelismConfig(cp_size=...)``; has no effect without it.
+
+        Inside it, each process has its part of each sequence: process r of n has the r-th of n successive parts.
+        Attention (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and
+        ``accelerator.backward`` inside it. Labels must already be shifted. If the parts differ in the number of tokens
+        that the loss counts, pass it to ``backward(num_items=...)``, else each part has the same weight.
+
+        Args:
+            buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: those of the buffers that may keep their part afterwards.
+        """
+        tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
+        check_buffers(tensors, dims, unrestored)
+        self.gradient_state.split_batch = self.gradient_state.batch
+        return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""
@@ -526,6 +568,8 @@ class Accelerator(Facts):
 
     def end_training(self) -> None:
         """Close all trackers. The process leaves the process group only when the program ends."""
+        for observer in self.gradient_state.observers:
+            observer.training_ends()
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
@@ -540,7 +584,12 @@ class Accelerator(Facts):
                 directory.
             write: whether to write these files; if False, only print the report.
         """
-        return Wiring(self, Doctor(dirpath, write=write)).examined()
+        return OwnLoop(self, Doctor(dirpath, write=write)).examined()
+
+    def observe(self, *observers: OwnLoop) -> None:
+        """Time this Accelerator's methods and everything that it prepares, for these observers only."""
+        time_methods(self, _TIMED, observers)
+        self.prepared.observe(observers)
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Context manager inside which processes may have different numbers of batches."""

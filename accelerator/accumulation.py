@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..strategies.item_weighting import ItemWindow, weighed
 from ..torch_private import local_part
 
 if TYPE_CHECKING:
+    from ..doctor.own_loop import OwnLoop
     from ..strategies.base import Strategy
     from .optimizers import AcceleratedOptimizer
 
@@ -31,6 +32,8 @@ class ReadLoader(Protocol):
     def total_batch_size(self) -> int | None: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def batches_done(self) -> int: ...
 
 
 class GradientState:
@@ -51,7 +54,9 @@ class GradientState:
         on_pass: function to call with a loader when a pass over it begins.
         explain: function that returns an error saying what to do about a given error, or None.
         depth: number of open ``accumulate`` blocks.
-        by_hand: whether the loop itself decides after which micro-batches to step, and weights its losses.
+        by_hand: whether the loop itself decides after which micro-batches to step.
+        counted: the loader for whose last batch the loop has gathered a number of items, and that number, which is None
+            once it was used.
         dataloader_references: loaders that are being read, innermost last.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
@@ -59,6 +64,8 @@ class GradientState:
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
         runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
+        observers: doctors that time the loop.
+        split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class GradientState:
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.depth = 0
         self.by_hand = False
+        self.counted: tuple[Any, Tensor | None] | None = None
         self.active_dataloader: ReadLoader | None = None
         self.dataloader_references: list[ReadLoader] = []
         self.trains = False
@@ -87,6 +95,8 @@ class GradientState:
         self.checked = False
         self.runs_own_backward = False
         self.step = 0
+        self.observers: Sequence[OwnLoop] = ()
+        self.split_batch: tuple[int, int] | None = None
 
     def models_changed(self) -> None:
         """Record that a model was prepared."""
@@ -106,11 +116,20 @@ class GradientState:
             "on_pass": None,
             "explain": None,
             "depth": 0,
+            "counted": None,
             "active_dataloader": None,
             "dataloader_references": [],
             "windows": {},
+            "split_batch": None,
             "checked": False,
+            "observers": (),
         }
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The current batch: the ID of its loader and its number there; zeros if no loader is being read."""
+        loader = self.active_dataloader
+        return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -142,9 +161,15 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
-        In such loops, the loader's position says nothing about the current micro-batch, so losses are not weighted.
+        When such a loop has fetched a loader's last batch, it is the micro-batch that completes the window. Its loss is
+        weighted, unless the loop itself does so because it has gathered the number of items.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether the current micro-batch is not the last one fetched, or the loop has gathered its number of items."""
+        return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
@@ -171,6 +196,8 @@ class GradientState:
         """Record that a pass has ended or was abandoned."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
+        if self.counted is not None and self.counted[0] is loader:
+            self.counted = None
 
 
 class Window:
@@ -271,8 +298,8 @@ class Window:
             num_items: number of items that the loss averages over; None if all micro-batches have the same weight.
         """
         state = self.state
-        loader = None if state.by_hand else state.active_dataloader
-        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
+        loader = state.active_dataloader
+        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0 and not state.weighs_itself:
             loss, num_items = _share(loss, num_items, loader.last_share)
         if len(state.dataloader_references) > 1:
             state.say_read_at_once()

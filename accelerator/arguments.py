@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from .kwargs_handlers import sort_handlers
 from .loaders import DataLoaderConfiguration
 from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo
 from .process_state import stays_on_cpu
+from .random_seeds import kinds
 from .strategy_options import Choice, choose
 
 #: Arguments that are also settings with the same name.
@@ -51,6 +52,7 @@ class Arguments:
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
     log_with: Any
+    rng_types: Sequence[str]
 
     @property
     def plugins(self) -> dict[str, Any]:
@@ -106,7 +108,16 @@ def read_arguments(**arguments: Any) -> Arguments:
         dataloader_config=_loaders(arguments["dataloader_config"], settings),
         project_configuration=project,
         log_with=settings["log_with"],
+        rng_types=_random_kinds(arguments["rng_types"]),
     )
+
+
+def _random_kinds(given: Sequence[Any] | None) -> list[str]:
+    found = [str(getattr(kind, "value", kind)) for kind in given or ()]
+    for kind in found:
+        if kind not in kinds():
+            raise ValueError(messages.unknown("rng_type in Accelerator(rng_types=[...])", kind, kinds()))
+    return found
 
 
 def _word(value: Any) -> str | None:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Gradients:
-    """Chooses the function that runs backward passes, and finalizes gradients for clipping.
+    """Chooses how backward passes run, and synchronizes and unscales the gradients before they are clipped.
 
     Attributes:
         run: runs the backward pass of a weighted loss; if None, the loss's own ``backward`` is called.
         replicas: strategies whose backward passes may leave unsynchronized gradients.
-        norm: norm of the last window's gradients before clipping, shape (); None before the first window.
+        norm: norm of the last accumulation window's gradients before clipping, shape (); None before the first window.
     """
 
     strategy: Strategy

@@ -90,6 +90,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        for name, default, why in (
+            ("dim", 0, "each process has one device"),
+            ("check_reduction", False, "torch always checks that gradients are reduced"),
+        ):
+            messages.ignored(type(self).__name__, why, default, **{name: getattr(self, name)})
         named = DDPCommunicationHookType
         if self.comm_hook is named.BATCHED_POWER_SGD:
             raise NotImplementedError(
@@ -351,8 +356,8 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
     for handler in kwargs_handlers or ():
         if isinstance(handler, _EightBits):
             raise NotImplementedError(
-                f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): Paceline trains in 8 bits only with "
-                "torchao. Pass AORecipeKwargs(), or leave the recipe out."
+                f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): TransformerEngine and MS-AMP are "
+                "not supported. Pass AORecipeKwargs(), which multiplies in 8 bits through torchao, or leave it out."
             )
         kind = next((name for name, one in _KINDS.items() if isinstance(handler, one)), None)
         if kind is None:

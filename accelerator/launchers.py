@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .. import messages
+from ..devices.kinds import CUDA_KIND, kind_of
 from ..processes import launch
 from ..processes.devices import find_kind
-from ..processes.torch_elastic import Place
+from ..processes.torch_elastic import RendezvousPoint
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
 from .process_state import FORKED, forgotten, is_initialized
@@ -56,9 +56,9 @@ def notebook_launcher(
     _refuse_more(more)
     variables = {"PACELINE_MIXED_PRECISION": _precision(mixed_precision), FORKED: "1"}
     kind = "cpu" if resolve()["cpu"] else find_kind("auto")
-    count = num_processes or (torch.cuda.device_count() if kind == "cuda" else 1)
+    count = num_processes or kind_of(kind).count()
     if num_nodes == 1:
-        place = Place(port=int(use_port or 0))
+        place = RendezvousPoint(port=int(use_port or 0))
     else:
         place = launch.find_place(num_nodes, node_rank, master_addr, int(use_port or 29500), _PLACE_NAMES, _LINE)
     if count == num_nodes == 1:
@@ -84,7 +84,7 @@ def _start(
     count: int,
     kind: str,
     variables: Mapping[str, str | None],
-    place: Place | None = None,
+    place: RendezvousPoint | None = None,
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
@@ -118,13 +118,13 @@ def _precision(asked: str | None) -> str | None:
 
 def _refuse_used(kind: str, count: int) -> None:
     """Raise if CUDA is initialized, because copies of this process could not use it."""
-    if kind == "cuda" and torch.cuda.is_initialized():
+    if kind == CUDA_KIND.name and CUDA_KIND.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
             "launch, and a copy cannot use CUDA again. Restart the notebook, and create models, loaders and the "
-            "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), "
-            "torch.cuda.memory_allocated(), device='cuda' and imports that use CUDA (torch.cuda.is_available() "
-            "and torch.cuda.device_count() are harmless)."
+            "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), device='cuda', memory "
+            "queries and imports that use CUDA (asking torch whether CUDA is available, or for the number of devices, "
+            "is harmless)."
         )
 
 

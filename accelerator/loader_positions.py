@@ -1,6 +1,6 @@
 """Loader positions: the current pass over the data, and the first pass after a position is loaded.
 
-A script that skips to the loaded position itself causes a warning unless ``Loaded.by_script`` is set.
+A script that skips to the loaded position itself causes a warning unless ``LoadedPosition.by_script`` is set.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class Loaded:
+class LoadedPosition:
     """A position that was loaded, kept until the next pass begins.
 
     Args:
@@ -101,7 +101,7 @@ class LeftOut(FirstUse):
         one: the pass that continues from the loaded position.
     """
 
-    def __init__(self, state: GradientState, loaded: Loaded, one: Pass) -> None:
+    def __init__(self, state: GradientState, loaded: LoadedPosition, one: Pass) -> None:
         super().__init__(state)
         self._expected, self._epoch, self._first = loaded.position["batches"], one.epoch, one.done
         self._taken: list[Callable[[], Any]] = []
@@ -167,7 +167,7 @@ class Place:
     def __init__(self) -> None:
         self.epoch = 0
         self.current: Pass | None = None
-        self.resume: Loaded | None = None
+        self.resume: LoadedPosition | None = None
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
@@ -175,7 +175,7 @@ class Place:
         return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
 
 
-def _place_at(epoch: int, resume: Loaded | None) -> Place:
+def _place_at(epoch: int, resume: LoadedPosition | None) -> Place:
     made = Place()
     made.epoch, made.resume = epoch, resume
     return made
@@ -191,7 +191,7 @@ def _reference(batch: Any) -> Callable[[], Any]:
     return next((weakref.ref(tensor) for tensor in leaves(batch)), _nothing)
 
 
-def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
+def resumed(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
     """Return the batches of the first pass after a position was loaded."""
     if loaded.by_script:
         return _led_by_script(loader, loaded)
@@ -217,7 +217,7 @@ def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
     return loader._place.left_out.watch(found)
 
 
-def _tell_other_number(loaded: Loaded, skip: int) -> None:
+def _tell_other_number(loaded: LoadedPosition, skip: int) -> None:
     """Warn that ``skip_first_batches`` with a number other than the loaded position skips or repeats batches."""
     done = loaded.position["batches"]
     if skip > done:
@@ -231,7 +231,7 @@ def _tell_other_number(loaded: Loaded, skip: int) -> None:
     )
 
 
-def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
+def _led_by_script(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
     """Return the first pass after a position was loaded, for a script that skips to the position itself."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
@@ -245,7 +245,7 @@ def _led_by_script(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
     return _up_to(loader, loaded, *loader._begin_again(position))
 
 
-def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
+def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
     """Run a pass from its start; if the loop reaches the loaded position without training, resume from there."""
     use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
     batches = loader._hand_out(one, iterator)
@@ -270,7 +270,7 @@ def _up_to(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> 
         batches.close()
 
 
-def _unless_dropped(loader: PreparedLoader, loaded: Loaded, one: Pass, iterator: Any) -> Generator[Any]:
+def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
     """Run the pass after a completed saved pass; if the loop trains on none of it, it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,12 +27,14 @@ from ..data.sample_order import cuts, takes_indices
 from ..data.sharding import is_split, last_share, repeats, shard
 from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
+from ..devices.kinds import kind_of
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .accumulation import GradientState
 from .dispatched_loader import Dispatched
-from .loader_positions import Loaded, Pass, Place, resumed
+from .loader_positions import LoadedPosition, Pass, Place, resumed
 from .nested_tensors import rows_of
+from .random_seeds import share_random_state
 
 INF = float("inf")
 
@@ -46,9 +48,9 @@ class DataLoaderConfiguration:
         dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means False.
         even_batches: whether all processes get the same number of batches. If False, no sample is repeated, so some
             processes may get one batch fewer.
-        use_seedable_sampler: accepted and ignored; the order always depends only on the seed and the epoch.
+        use_seedable_sampler: either way, the order depends only on the seed and the epoch.
         data_seed: seed for shuffling; None uses torch's seed.
-        non_blocking: accepted and ignored; copies to a GPU use pinned memory and never block.
+        non_blocking: either way, copies to a GPU use pinned memory and do not block.
         use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
             its position even with workers. Map-style datasets resume exactly without it.
     """
@@ -71,6 +73,8 @@ class PreparedLoader(DataLoader[Any]):
         gradient_state: the state that records which loader is being read.
         seed: determines the sample order together with the epoch; if None, the user's loader chooses the order.
         device_placement: whether to move batches to the device.
+        rng_types: random states that all processes take from process 0 when a pass begins; see
+            :func:`.random_seeds.synchronize_rng_state`. They always agree on the sample order (``"generator"``).
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
@@ -92,6 +96,7 @@ class PreparedLoader(DataLoader[Any]):
         gradient_state: GradientState | None = None,
         seed: int | None = None,
         device_placement: bool = True,
+        rng_types: Iterable[str] = (),
     ) -> None:
         vars(self).update(
             base=loader,
@@ -100,6 +105,7 @@ class PreparedLoader(DataLoader[Any]):
             gradient_state=gradient_state or GradientState(),
             seed=seed if config.data_seed is None else config.data_seed,
             device_placement=device_placement,
+            _rng_types=[kind for kind in rng_types if kind != "generator" and strategy.num_data_ranks > 1],
             end_of_dataloader=False,
             derived="",
             _even=config.even_batches,
@@ -210,6 +216,13 @@ class PreparedLoader(DataLoader[Any]):
         return one, iterator
 
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        """Yield the batches of a pass, timed for the observers."""
+        found = partial(self._yield_batches, one)
+        for observer in self.gradient_state.observers:
+            found = partial(observer.one_pass, self, found)
+        return found(iterator)
+
+    def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         own, batches, state, done, last = vars(self), one.batches, self.gradient_state, one.done, one.length
         state.begin(self)
         try:
@@ -239,6 +252,8 @@ class PreparedLoader(DataLoader[Any]):
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         """Return the batches of a pass, starting at batch number ``start``."""
         order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
+        for kind in self._rng_types:
+            share_random_state(strategy, kind)
         ahead, seed, skip = self._looks_ahead(), self._settle_order(epoch), start
         ended = resume is not None and resume["ended"]
         if resume is not None:
@@ -271,7 +286,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _looks_ahead(self) -> bool:
         """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
-        if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
+        if kind_of(self.strategy.device).overlaps_copies() or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
@@ -354,7 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._place.epoch if current is None else current.epoch
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> LoadedPosition | None:
         """The loaded position; None if no position was loaded, or once the next pass has begun."""
         return self._place.resume
 
@@ -421,7 +436,7 @@ class PreparedLoader(DataLoader[Any]):
             load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
             return
         last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
-        place.resume = Loaded({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        place.resume = LoadedPosition({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
@@ -458,15 +473,20 @@ def prepare_data_loader(
     loader: Any,
     strategy: Strategy,
     config: DataLoaderConfiguration | None = None,
-    gradient_state: GradientState | None = None,
-    seed: int | None = 0,
-    device_placement: bool = True,
     kind: Callable[..., PreparedLoader] = PreparedLoader,
+    **options: Any,
 ) -> PreparedLoader:
     """Return a loader that yields this process's shard of the data on its device. Every process must call this.
 
     A loader that is already prepared for this strategy is returned unchanged; one prepared for another strategy is
     prepared again.
+
+    Args:
+        loader: the user's loader.
+        strategy: determines this process's shard and device.
+        config: the settings.
+        kind: class of the result.
+        **options: other arguments of :class:`PreparedLoader`; ``seed`` is 0 unless it is given.
 
     Raises:
         TypeError: ``loader`` is not a DataLoader.
@@ -485,7 +505,22 @@ def prepare_data_loader(
     config = config or DataLoaderConfiguration()
     if config.use_stateful_dataloader:
         loader = _stateful(loader)
-    return kind(loader, strategy, config, gradient_state, seed, device_placement)
+    return kind(loader, strategy, config, **{"seed": 0, **options})
+
+
+def refuse_slice_fn(where: str, loader: PreparedLoader, **given: Any) -> None:
+    """Raise if process 0 reads the loader for all and a function to slice its batches was given.
+
+    Raises:
+        NotImplementedError: the function would be needed.
+    """
+    ((name, slice_fn),) = given.items()
+    if slice_fn is not None and isinstance(loader._source, Dispatched):
+        raise NotImplementedError(
+            f"{where}({name}=...) is not supported, because process 0 hands out whole batches instead of concatenating "
+            f"and slicing them. Leave out {name}."
+        )
+    messages.ignored(where, "every process reads its own batches", **given)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:

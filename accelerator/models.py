@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +18,48 @@ from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
 
+if TYPE_CHECKING:
+    from ..doctor.own_loop import OwnLoop
+
 #: Returns an error that says what to do about a model's error, or None if there is nothing to add.
 Explain = Callable[["PreparedModel", BaseException], "BaseException | None"]
+Compiler = Callable[[nn.Module], "Callable[[Any], Any] | None"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class PreparedModel:
     """A prepared model and its strategy.
 
+    Args:
+        compiler: returns the function that compiles a module's forward pass, or None.
+        explain: explains errors in the forward pass.
+
     Attributes:
         strategy: the strategy that handles only this model's states, gradients and steps.
         parameters: the module's parameters by name.
         frozen: whether the model was prepared for evaluation only.
+        bound: whether the forward runs through the strategy, which knows all of the model's prepared optimizers.
     """
 
     _any_method: AnyMethod | None = None
+    _routed: Routed | None = None
+    _own: Callable[..., Any] | None = None
+    _observers: Sequence[OwnLoop] = ()
+    bound = False
 
-    def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        frozen: bool,
+        output_dtype: str,
+        compiler: Compiler,
+        explain: Explain,
+    ) -> None:
         self.module = module
         self.strategy = strategy
         self.frozen = frozen
+        self._output_dtype, self._compiler, self._explain = output_dtype, compiler, explain
         self._know_parameters()
         self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
 
@@ -74,31 +96,43 @@ class PreparedModel:
                     group["params"][index] = own
         return found
 
-    def route(
-        self,
-        output_dtype: str,
-        compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
-        explain: Explain,
-    ) -> None:
-        """Route the module's forward through the wrapper, precision and compiler."""
-        self._output_dtype, self._compiler = output_dtype, compiler
-        module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
-        plain = step = module.forward
-        if compile_with is not None:
-            step = compile_with(step)
+    def bind(self, observers: Sequence[OwnLoop] = ()) -> None:
+        """Route the module's forward through the wrapper, precision and compiler, timed for these observers."""
+        module, strategy = self.module, self.strategy
+        if self._own is None:
+            self._own = module.forward
+            compile_with = self._compiler(module)
+            self._compiled = self._own if compile_with is None else compile_with(self._own)
+        step = self._compiled
         if self._any_method is not None:
             self._any_method.forward = step
             step = self._any_method
-        if output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
+        if self._output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
             step = partial(_in_float32, step)
         evaluate = strategy.bind_step(step, self._wrapped)
         train = evaluate if self.frozen else strategy.bind_step(step, self._wrapped, training=True)
         if strategy.waiting.unfilled:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
-        if train is not plain or evaluate is not plain:
-            module.forward = Routed(module, train, evaluate, partial(explain, self))
+        self._steps = train, evaluate
+        self.bound = True
+        self.observe(observers)
 
-    def route_method(self, name: str, explain: Explain) -> Callable[..., Any]:
+    def observe(self, observers: Sequence[OwnLoop]) -> None:
+        """Time the forward passes for these observers only."""
+        self._observers = observers
+        train, evaluate = self._steps
+        needed = train is not self._own or evaluate is not self._own
+        for observer in observers:
+            train, evaluate, needed = observer.around("forward", train), observer.around("forward", evaluate), True
+        if self._routed is not None:
+            self._routed.train, self._routed.evaluate = train, evaluate
+            if not needed:
+                restore(self.module)
+                self._routed = None
+        elif needed:
+            self._routed = self.module.forward = Routed(self.module, train, evaluate, partial(self._explain, self))
+
+    def route_method(self, name: str) -> Callable[..., Any]:
         """Return a method of the module that runs through the wrapper and precision, as its forward does.
 
         For example, the gradients of a loss computed in ``module.training_step`` are averaged across processes.
@@ -107,16 +141,15 @@ class PreparedModel:
         if not is_prepared(self.module):
             return method
         if self._any_method is None:
-            restore(self.module)
             self._any_method = AnyMethod(self.module)
-            self.route(self._output_dtype, self._compiler, explain)
+            self.bind(self._observers)
         return partial(self._any_method.call, method)
 
     def explain_with(self, explain: Explain) -> None:
         """Set the function that explains errors in the forward pass."""
-        routed: Any = vars(self.module).get("forward")
-        if isinstance(routed, Routed):
-            routed.explain = partial(explain, self)
+        self._explain = explain
+        if self._routed is not None:
+            self._routed.explain = partial(explain, self)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
@@ -136,7 +169,8 @@ class PreparedModel:
         self._know_parameters()
         self._before = {}
         self._wrap()
-        self.route(self._output_dtype, self._compiler, explain_alone)
+        self._explain = explain_alone
+        self.bind()
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +305,32 @@ def unwrapped(model: Any) -> Any:
             model = inside_compiled(model)
         else:
             return model
+
+
+def unwrap_model(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Return the module without its DataParallel and DistributedDataParallel wrappers.
+
+    Args:
+        model: the model.
+        keep_fp32_wrapper: if False, restore the module's own forward, so that it is a plain module again, also if a
+            program keeps that forward as ``_original_forward``.
+        keep_torch_compile: if False, remove ``torch.compile``'s wrapper as well.
+        recursive: whether to unwrap the module's children too.
+    """
+    found = unwrapped(model)
+    if recursive and isinstance(found, nn.Module):
+        for name, child in list(found.named_children()):
+            setattr(found, name, unwrap_model(child, keep_fp32_wrapper, keep_torch_compile, True))
+    if not keep_fp32_wrapper and isinstance(found, nn.Module):
+        restore(found)
+        own = vars(found).pop("_original_forward", None)
+        if own is not None:
+            found.forward = own
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model if keep_torch_compile and compiler_of(model) is not None and inside_compiled(model) is found else found
 
 
 def migrated(model: nn.Module) -> nn.Module:

@@ -78,12 +78,16 @@ def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
     return recursively_apply(lambda _: next(following), data)
 
 
-def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False, in_parts: bool = False
+) -> Any:
     """Like :func:`gather`, but drops repeated samples, so that a pass yields every sample once and in order.
 
     Rows are removed from tensors (and lists of objects) that have one row per sample. All other values are gathered
-    in full, with a warning if the pass ended with repeated samples.
+    in full, with a warning if the pass ended with repeated samples. With ``in_parts``, each process has the result for
+    one part of each sequence, and all parts are gathered.
     """
+    group = strategy.parts_group if in_parts else strategy.data_group
     if strategy.world_size == 1:
         return data
     objects = use_gather_object or not _only_tensors(data)
@@ -91,8 +95,8 @@ def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_ga
     if strategy.num_data_ranks > 1 and loader is not None and loader.end_of_dataloader:
         data = _without_repeats(data, own, counting, objects, strategy)
     if objects:
-        return gather_object(data, strategy, strategy.data_group)
-    return gather(data, strategy, strategy.data_group)
+        return gather_object(data, strategy, group)
+    return gather(data, strategy, group)
 
 
 def _only_tensors(data: Any) -> bool:
@@ -107,7 +111,7 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
 
     def cut(value: Any) -> Any:
         sized = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
-        if sized and len(value) == own:
+        if sized and len(value) in (own, counting):
             return value[:counting]
         whole.append(f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__)
         return value

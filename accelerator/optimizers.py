@@ -14,10 +14,15 @@ from torch.optim import Optimizer
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision, parameters
 from .models import refuse_processes
+from .observed_methods import UNTIMED, time_methods
 
 if TYPE_CHECKING:
+    from ..doctor.own_loop import OwnLoop
     from .accumulation import GradientState
     from .models import PreparedModel
+
+#: Attributes that belong to this process or to the doctor.
+_NOT_PICKLED = ("explain", "strategies", "step", "zero_grad", UNTIMED)
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -27,13 +32,14 @@ class AcceleratedOptimizer(Optimizer):
     so it may be called at the beginning or the end of a micro-batch.
 
     Args:
-        strategy: the strategy of the optimizer's model, which runs the steps.
+        strategy: runs the steps if the optimizer has no parameters of a prepared model.
         placements: the prepared models whose parameters the optimizer updates.
         clip_norm: gradient norm to clip to at each step; None means no clipping.
 
     Attributes:
         placement: the first of ``placements``, or None.
         strategies: IDs of the models' strategies.
+        updates: number of complete windows for which ``step()`` was called.
         scales: whether the gradients are multiplied by the fp16 loss scale.
     """
 
@@ -51,18 +57,30 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         self.optimizer = optimizer
         self.strategy = strategy
+        self._state_of_gradients = state
+        self._is_overflow = self._steps = False
+        self._clip_norm = clip_norm
+        self.updates = 0
+        self.belongs_to(placements)
+
+    def belongs_to(self, placements: Sequence[PreparedModel]) -> None:
+        """Step through the strategy of the first of these models, whose parameters the optimizer updates."""
         self.placements = list(placements)
         self.placement = self.placements[0] if self.placements else None
         self.strategies = {id(one.strategy) for one in self.placements}
-        self._state_of_gradients = state
-        self._is_overflow = self._steps = False
+        if self.placement is not None:
+            self.strategy = self.placement.strategy
+        strategy = self.strategy
         self.scales = strategy.precision.scaler is not None
-        self._clip_norm = clip_norm
         self._plain = (
-            clip_norm is None
+            self._clip_norm is None
             and type(strategy).optimizer_step is Strategy.optimizer_step
             and type(strategy.precision).optimizer_step is Precision.optimizer_step
         )
+
+    def observe(self, observers: Sequence[OwnLoop]) -> None:
+        """Time the steps for these observers only."""
+        time_methods(self, {"step": "optimizer", "zero_grad": "optimizer"}, observers)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -81,6 +99,7 @@ class AcceleratedOptimizer(Optimizer):
             window.check_own_backward(self)
         if not state.sync_gradients:
             return None
+        self.updates += 1
         if state.first_use:
             state.used()
         loss = None
@@ -192,7 +211,7 @@ class AcceleratedOptimizer(Optimizer):
         window = self._state_of_gradients.window
         parameters = () if self.placements else self._own_parameters  # models pickle their own gradients
         return {
-            "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
+            "own": {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED},
             "gradients": [(parameter, parameter.grad) for parameter in parameters],
             "settled": id(self) in window.settled,
             "stepped": id(self) in window.stepped,

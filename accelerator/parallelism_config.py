@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import messages
@@ -14,6 +15,7 @@ from ..settings import fill
 from ..strategies.options import mesh_options
 from ..torch_private import flatten_mesh
 
+_COMM = ("allgather", "alltoall")
 #: The dimensions of the mesh, outermost first.
 DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
@@ -34,9 +36,18 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Settings for context parallelism, which the Accelerator does not support."""
+    """Settings for context parallelism.
 
-    cp_comm_strategy: str | None = None
+    Args:
+        cp_comm_strategy: how attention gets the keys and values of other processes: ``"allgather"`` (the default)
+            gathers them at once. ``"alltoall"`` is accepted and does the same.
+    """
+
+    cp_comm_strategy: Literal["allgather", "alltoall"] | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy not in (None, *_COMM):
+            raise ValueError(messages.unknown("cp_comm_strategy", self.cp_comm_strategy, _COMM))
 
 
 @dataclass
@@ -69,8 +80,12 @@ class ParallelismConfig:
         dp_shard_size: number of processes across which each parameter is sharded.
         tp_size: number of processes across which each layer is split.
         tp_handler: settings for tensor parallelism.
-        cp_size, sp_size: not supported above 1.
-        cp_backend, sp_backend, cp_handler, sp_handler: accepted and ignored.
+        cp_size: number of processes across which each sequence is split inside
+            ``accelerator.maybe_context_parallel``. Parameters are sharded across them too.
+        cp_handler: settings for context parallelism.
+        sp_size: not supported above 1; use ``cp_size``.
+        cp_backend, sp_backend: each has only one value.
+        sp_handler: has no effect.
     """
 
     dp_replicate_size: int | None = None
@@ -95,6 +110,8 @@ class ParallelismConfig:
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+        why = "sequences are split by cp_size, not by DeepSpeed"
+        messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
                 f"ParallelismConfig: cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one "
@@ -211,6 +228,13 @@ class ParallelismConfig:
                 "split the same way, but communication does not overlap with matrix multiplications."
             )
         found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
+        if self.cp_enabled:
+            found["context_parallel_dims"] = {}  # the loop splits sequences with maybe_context_parallel
+            if self.cp_handler is not None and self.cp_handler.cp_comm_strategy == "alltoall":
+                messages.info_once(
+                    "TorchContextParallelConfig(cp_comm_strategy='alltoall') does the same as 'allgather': attention "
+                    "gathers the keys and values of all processes at once. The results are the same."
+                )
         if self.tp_enabled and self.tp_handler is not None:
             found["plan"] = self.tp_handler.plan
         return found
@@ -219,3 +243,22 @@ class ParallelismConfig:
     def written(self) -> str:
         """The sizes above 1 as code, for error messages."""
         return f"ParallelismConfig({', '.join(f'{dim}_size={self.size(dim)}' for dim in self.active_mesh_dims)})"
+
+
+def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
+    """Raise a ValueError if these cannot be the arguments of ``maybe_context_parallel``."""
+    known = {id(buffer) for buffer in buffers}
+    if len(buffers) != len(dims):
+        problem = f"{len(buffers)} buffers, but {len(dims)} buffer_seq_dims. Pass one dimension for each buffer."
+    elif len(known) < len(buffers):
+        problem = "the same tensor twice in buffers. Pass it once, or pass a copy."
+    elif any(id(buffer) not in known for buffer in unrestored):
+        problem = "a tensor in no_restore_buffers that is not in buffers. Pass a subset of buffers."
+    elif trained := [index for index, buffer in enumerate(buffers) if buffer.requires_grad]:
+        problem = (
+            f"buffers[{trained[0]}], which requires gradients. Pass only data, such as tokens and positions; tensors "
+            "that are computed inside the context are split already."
+        )
+    else:
+        return
+    raise ValueError(f"accelerator.maybe_context_parallel got {problem}")

@@ -38,8 +38,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches per update; if None, taken from the settings, or else 1.
-        adjust_scheduler: accepted and ignored; a prepared scheduler always advances once per update, so its length
-            must be given in updates.
+        adjust_scheduler: has no effect; a prepared scheduler always advances once per update, so its length must be
+            given in updates.
         sync_with_dataloader: whether the last batch of a loader completes a window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.
@@ -58,6 +58,12 @@ class GradientAccumulationPlugin(KwargsHandler):
                 f"GradientAccumulationPlugin: num_steps={self.num_steps!r} is not a valid number of micro-batches. "
                 "Pass 1 or more."
             )
+        messages.ignored(
+            type(self).__name__,
+            "a prepared scheduler always advances once per update",
+            unless=True,
+            adjust_scheduler=self.adjust_scheduler,
+        )
 
 
 @dataclass
@@ -199,6 +205,9 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
             "dynamo_backend='inductor'."
         )
     found = fill(plugin or TorchDynamoPlugin(), settings, _DYNAMO)
+    if plugin is not None and not found.compiles:
+        given = {name: value for name, value in plugin.to_dict().items() if name not in ("backend", "disable")}
+        messages.ignored("TorchDynamoPlugin", "no backend is set, so nothing is compiled", **given)
     return found if found.backend is not None else replace(found, backend=DynamoBackend.NO)
 
 
@@ -227,9 +236,11 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         state_dict_type: ``"FULL_STATE_DICT"`` (a checkpoint is one file) or ``"SHARDED_STATE_DICT"`` (each process
             writes its own shards).
         activation_checkpointing: whether to recompute each block's forward pass during backward.
-        ignored_modules, param_init_fn, activation_checkpointing_offload: not supported.
+        ignored_modules: modules whose parameters are not sharded: a list, or a regular expression that matches their
+            full names. Gradients of their trainable parameters are averaged across processes, like all others.
+        param_init_fn, activation_checkpointing_offload: not supported.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: accepted and ignored.
+            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
     """
 
 
@@ -243,7 +254,7 @@ class DeepSpeedPlugin(DeepSpeedSettings):
         zero_stage: 1 shards the optimizer state, 2 also shards gradients, and 3 also shards weights; None means 2.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
         offload_param_device: ``"none"`` or ``"cpu"``; for stage 3.
-        is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: accepted and ignored. A model is sharded when it is
+        is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: have no effect. A model is sharded when it is
             prepared, and saving always gathers the full weights.
         offload_optimizer_nvme_path, offload_param_nvme_path, transformer_moe_cls_names, enable_msamp, msamp_opt_level:
             not supported.

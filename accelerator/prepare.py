@@ -28,6 +28,7 @@ from .optimizers import AcceleratedOptimizer
 from .schedulers import AcceleratedScheduler
 
 if TYPE_CHECKING:
+    from ..doctor.own_loop import OwnLoop
     from .accumulation import GradientState
     from .loaders import DataLoaderConfiguration
 
@@ -55,6 +56,7 @@ class Prepared:
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
+        rng_types: random states that all processes take from process 0 when a pass over a loader begins.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         optimizer_kind: class of the prepared optimizers.
@@ -71,6 +73,7 @@ class Prepared:
     output_dtype: str
     step_scheduler_with_optimizer: bool
     scheduler_steps: str
+    rng_types: Sequence[str]
     placements: dict[int, PreparedModel] = field(default_factory=dict)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
@@ -157,25 +160,26 @@ class Prepared:
             if not model.module.training:
                 model.strategy.before_evaluation(model.module)
 
+    def observe(self, observers: Sequence[OwnLoop]) -> None:
+        """Time everything that is or will be prepared, for these observers only."""
+        self.gradient_state.observers = observers
+        for one in (*self.placements.values(), *self.optimizers):
+            one.observe(observers)
+
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Sequence[Any], placed: Sequence[bool | None]) -> list[Any]:
         """Prepare objects; see :meth:`.accelerator.Accelerator.prepare`."""
         found: list[Any] = list(objects)
-        started: list[tuple[PreparedModel, Callable[[Any], Any] | None]] = []
         for index, value in enumerate(objects):
             if isinstance(value, GradScaler):
                 raise ValueError(_SCALER)
             if isinstance(value, nn.Module) and not self._knows(value):
-                compiler = compiler_of(value)
-                started.append((self._start(value, placed[index]), compiler))
-                found[index] = started[-1][0].module
+                found[index] = self._add_model(value, placed[index]).module
         for index, value in enumerate(objects):
             if isinstance(value, Optimizer) and not isinstance(value, _PREPARED):
                 found[index] = self._add_optimizer(value)
-        for model, compiler in started:
-            self._finish(model, compiler)
-        self._tell_precision()
+        self._bind()
         for index, value in enumerate(objects):
             if isinstance(value, DataLoader) and not isinstance(value, _PREPARED):
                 found[index] = self.loader(value, placed[index])
@@ -183,7 +187,16 @@ class Prepared:
                 found[index] = self.scheduler(value)
         return found
 
-    def _tell_precision(self) -> None:
+    def _bind(self) -> None:
+        """Bind the models that are new or have new optimizers."""
+        for model in [one for one in self.placements.values() if not one.bound]:
+            own = [one.optimizer for one in self.optimizers if one.placement is model]
+            if own and not model.frozen:
+                model.strategy.setup_optimizers(own)
+            model.bind(self.gradient_state.observers)
+            self.gradient_state.models_changed()
+        for observer in self.gradient_state.observers:
+            observer.measure_communication()
         self.strategy.precision.setup_optimizers([one.optimizer for one in self.optimizers])
 
     def _knows(self, module: nn.Module) -> bool:
@@ -193,20 +206,26 @@ class Prepared:
         """Prepare one model; see :meth:`.accelerator.Accelerator.prepare_model`."""
         if self._knows(model):
             return model
-        prepared = self._start(model, place, evaluation)
-        self._finish(prepared, compiler_of(model))
+        prepared = self._add_model(model, place, evaluation)
+        self._bind()
         return prepared.module
 
-    def _start(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
-        """Move a model to its device, and shard or wrap it. Its forward is routed once the optimizers are known."""
+    def _add_model(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
+        """Move a model to its device, and shard or wrap it. Its forward is bound once its optimizers are known."""
+        compiler = compiler_of(model)
         model = migrated(model)
         if self.shards:
             self._refuse_shared(model)
         strategy = self.strategy.for_another_module()
         strategy.settle_batch_norm(model, False)
-        prepared = PreparedModel(model, strategy, frozen=evaluation)
+        compile_with = self.compiler if compiler is None else partial(_given, compiler)
+        prepared = PreparedModel(model, strategy, evaluation, self.output_dtype, compile_with, self.errors.explain)
         prepared.set_up(self.device_placement if place is None else place)
         self.placements[id(model)] = prepared
+        for optimizer in self.optimizers:
+            if prepared.adopt(optimizer.optimizer):
+                optimizer.belongs_to([*optimizer.placements, prepared])
+                optimizer.explain = partial(self.errors.explain, optimizer.placement)
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
@@ -221,25 +240,16 @@ class Prepared:
                     "module, or use strategy='ddp'."
                 )
 
-    def _finish(self, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
-        """Route the model's forward through the strategy."""
-        if not model.frozen:
-            own = [one.optimizer for one in self.optimizers if one.placement is model]
-            if own:
-                model.strategy.setup_optimizers(own)
-        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors.explain)
-        self.gradient_state.models_changed()
-
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         wrapper = self._add_optimizer(optimizer)
-        self._tell_precision()
+        self._bind()
         return wrapper
 
     def _add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it steps only after complete windows, through its model's strategy."""
+        """Wrap an optimizer so that it steps, through its model's strategy, only at the end of a window."""
         old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
         owners = [model for model in self.placements.values() if model.adopt(optimizer)]
         placement = owners[0] if owners else None
@@ -247,13 +257,15 @@ class Prepared:
         if before is not None and placement is not None and old - present:  # state that belongs to replaced parameters
             optimizer.state.clear()
             placement.strategy.load_optimizer_state(placement.module, optimizer, before)
-        strategy = self.strategy if placement is None else placement.strategy
         if self.shards:
-            _refuse_other_owners(optimizer, owners, strategy)
-        if placement is None or is_prepared(placement.module):
-            strategy.setup_optimizers([optimizer])
-        wrapper = self.optimizer_kind(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
+            _refuse_other_owners(optimizer, owners, self.strategy)
+        if placement is None:
+            self.strategy.setup_optimizers([optimizer])
+        else:
+            placement.bound = False
+        wrapper = self.optimizer_kind(optimizer, self.strategy, self.gradient_state, owners, self.clip_norm)
         wrapper.explain = partial(self.errors.explain, placement)
+        wrapper.observe(self.gradient_state.observers)
         self.optimizers.append(wrapper)
         self.gradient_state.trains = True
         return wrapper
@@ -287,14 +299,17 @@ class Prepared:
             return loader
         if self.seed is None:  # the seed of set_seed, if it was called
             self.seed = self.strategy.broadcast(torch.initial_seed() % 2**63)
+        for observer in self.gradient_state.observers:
+            loader = observer.loader_to_prepare(loader)
         prepared = prepare_data_loader(
             loader,
             self.strategy,
             self.dataloader_config,
-            self.gradient_state,
-            self.seed,
-            self.device_placement if place is None else place,
             self.loader_kind,
+            gradient_state=self.gradient_state,
+            seed=self.seed,
+            device_placement=self.device_placement if place is None else place,
+            rng_types=self.rng_types,
         )
         self.loaders.append(prepared)
         return prepared
@@ -361,7 +376,8 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
     if not owners:
         raise ValueError(
             f"{type(optimizer).__name__} has no parameters of a prepared model. {type(strategy).__name__} replaces "
-            "parameters when it shards a model, so pass both in one call: accelerator.prepare(model, optimizer)."
+            "parameters when it shards a model, so prepare the model first, or both in one call: "
+            "accelerator.prepare(model, optimizer)."
         )
     if len(owners) > 1:
         names = messages.names([type(model.module).__name__ for model in owners], last="and")

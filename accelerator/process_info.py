@@ -149,4 +149,6 @@ def type_of(strategy: Strategy) -> DistributedType:
         return DistributedType.FSDP
     if strategy.world_size == 1:
         return DistributedType.NO
-    return DistributedType.MULTI_GPU if strategy.device.type == "cuda" else DistributedType.MULTI_CPU
+    if strategy.device.type == "cuda":
+        return DistributedType.MULTI_GPU
+    return DistributedType.__members__.get(f"MULTI_{strategy.device.type.upper()}", DistributedType.MULTI_CPU)

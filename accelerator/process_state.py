@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import messages
+from ..devices.kinds import kind_of
 from ..processes.devices import find_kind
 from ..processes.process_group import leave
 from ..settings import resolve
@@ -111,6 +113,8 @@ class PartialState(Processes):
                 f"PartialState got cpu=True, but this process already uses {_process.strategy.device}. Pass cpu=True "
                 "to the first PartialState or Accelerator."
             )
+        else:
+            messages.ignored("PartialState", "this process has already joined its process group", **group)
         _process.cpu = cpu or _process.cpu
         self._own = _process.strategy
         self._resets = _process.resets
@@ -178,9 +182,8 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Set torch's current CUDA device to this process's device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        """Make this process's device the current one."""
+        kind_of(self.device).make_current(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave ``group``, or the default process group if it is None. Every process must call this."""
@@ -223,7 +226,7 @@ class AcceleratorState:
     parallelism_config: Any
     device_mesh: DeviceMesh | None
 
-    def __new__(cls, mixed_precision: str | None = None, **_: Any) -> AcceleratorState:
+    def __new__(cls, mixed_precision: str | None = None, **given: Any) -> AcceleratorState:
         """Return the state of the newest Accelerator."""
         state = _process.state
         if state is None:
@@ -236,6 +239,7 @@ class AcceleratorState:
                 f"AcceleratorState got mixed_precision={str(mixed_precision)!r}, but the latest Accelerator uses "
                 f"{state.mixed_precision!r}. Leave out mixed_precision, or read .state of the Accelerator you mean."
             )
+        messages.ignored("AcceleratorState", "it describes the latest Accelerator, which has its own", False, **given)
         return state
 
     @classmethod

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from .. import messages
+from ..devices.kinds import accelerators, kind_of
 from ..processes.cluster_environment import find_cluster
 from ..processes.seed import numpy_random, seed_everything
 from ..strategies.base import Strategy
 from .process_state import PartialState
-
-_KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -31,11 +30,17 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of random generators that can be synchronized, including those of devices."""
+    return "torch", "python", "numpy", "generator", *(kind.name for kind in accelerators())
+
+
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
     """Broadcast the state of rank 0's random generator to all processes. Every process must call this.
 
     Args:
-        rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"``.
+        rng_type: ``"torch"`` (the host's), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of device such as
+            ``"cuda"``; nothing is done if the run is on another kind.
         generator: the generator to synchronize, for ``"generator"``.
     """
     share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)
@@ -43,8 +48,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator | None = None) -> None:
     """Like :func:`synchronize_rng_state`, but among the processes of the given strategy."""
-    if kind not in _KINDS:
-        raise ValueError(messages.unknown("rng_type", kind, _KINDS))
+    if kind not in kinds():
+        raise ValueError(messages.unknown("rng_type", kind, kinds()))
     if kind == "python":
         random.setstate(strategy.broadcast(random.getstate()))
     elif kind == "numpy":
@@ -53,10 +58,10 @@ def share_random_state(strategy: Strategy, kind: Any, generator: torch.Generator
             numpy.set_state(strategy.broadcast(numpy.get_state()))
     elif kind == "torch":
         torch.set_rng_state(strategy.broadcast(torch.get_rng_state()))
-    elif kind == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_rng_state(strategy.broadcast(torch.cuda.get_rng_state()))
-    elif kind == "mps" and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(strategy.broadcast(torch.mps.get_rng_state()))
+    elif kind == strategy.device.type:
+        state = kind_of(kind).random_state(strategy.device)
+        if state is not None:
+            kind_of(kind).set_random_state(strategy.broadcast(state), strategy.device)
     elif kind == "generator":
         if generator is None:
             raise ValueError("synchronize_rng_state('generator') needs a generator. Pass generator=...")

@@ -53,7 +53,7 @@ class States:
         Args:
             output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
                 ``project_dir/checkpoints/checkpoint_<n>``.
-            safe_serialization: accepted and ignored, because reading a state never runs code.
+            safe_serialization: has no effect, because reading a state never runs code.
             **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
                 parameters.
 
@@ -66,6 +66,12 @@ class States:
             ValueError: no folder was given.
             OSError: writing failed; raised on every rank, and the old state is unchanged.
         """
+        messages.ignored(
+            "accelerator.save_state",
+            "a state is one file that can be read without running code",
+            unless=True,
+            safe_serialization=safe_serialization,
+        )
         only_trainable = _only_trainable(save_model_func_kwargs)
         contents, folders, strategy = self.contents, self.folders, self.contents.strategy
         strategy.barrier(f"accelerator.save_state({'' if output_dir is None else repr(str(output_dir))})")
@@ -77,26 +83,27 @@ class States:
             hooked = self._call_hooks(folder, weights)
             try:
                 files = strategy.broadcast(hooked.files if hooked else {})
-                sequence = strategy.broadcast(folders.next(folder) if strategy.is_global_zero else 0)
+                sequence = folders.next(folder) if strategy.is_global_zero else 0
+                sequence, folders.line = strategy.broadcast((sequence, folders.line))
                 checkpoint = contents.gather(weights, left_out, files, sequence, folders.line)
                 self._write(checkpoint, folder, hooked, any(modes))
             finally:
                 if hooked is not None:
                     hooked.remove()
         folders.saved(folder)
-        if strategy.is_global_zero:
+        if contents.project.writes(strategy):
             folders.delete_old(folder)
         contents.project.iteration += 1
         strategy.barrier("accelerator.save_state: saved")
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Call the hooks, which may write files. Weights that they remove from the list on rank 0 are not saved."""
+        """Call the hooks, which may write files. Weights that a hook removes from the list on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None
         strategy = self.contents.strategy
-        files = HookFiles(folder, strategy)
+        files = HookFiles(folder, strategy, self.contents.project.writes(strategy))
         listed = list(weights.values())
 
         def call(path: str) -> None:
@@ -112,14 +119,14 @@ class States:
     def _write(self, checkpoint: dict[str, Any], folder: Location, hooked: HookFiles | None, in_parts: bool) -> None:
         strategy, writes = self.contents.strategy, self.contents.project.writes(self.contents.strategy)
         path = folder / STATE
-        with hooked.in_place() if hooked and strategy.is_global_zero else nullcontext():
+        with hooked.in_place() if hooked and writes else nullcontext():
             if in_parts:
                 sharded_folder.write(checkpoint, path, strategy)
             else:
                 sharded_folder.together(
                     strategy, "saved", lambda: single_file.write(checkpoint, path) if writes else None
                 )
-        if strategy.is_global_zero and isinstance(folder, Path):
+        if writes and isinstance(folder, Path):
             for pattern in (f".{STATE}.*.tmp", ".hooks.*.tmp"):  # left by killed saves
                 for left in folder.glob(pattern):
                     atomic_write.remove(left)
@@ -140,7 +147,7 @@ class States:
 
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
-            load_kwargs: options that have no effect: ``weights_only=True`` and ``map_location``.
+            load_kwargs: ``weights_only=True``, which is always so, and ``map_location``, which has no effect.
             strict: whether an object that cannot be restored raises an error, before anything changes, or a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 
@@ -233,6 +240,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 "accelerator.load_state(load_kwargs={'weights_only': False}) is not supported, because a state is "
                 "plain data and loading it never runs code. Leave out weights_only."
             )
+    messages.ignored(
+        "accelerator.load_state",
+        "every tensor goes to the device of the object that it belongs to",
+        map_location=options.get("map_location"),
+    )
 
 
 def _tell(where: str, missing: list[str], strict: bool) -> None:

@@ -16,7 +16,7 @@ from ..checkpoint.restore import load_weights, optimizer_problem, restore_precis
 from ..checkpoint.sharded_folder import together
 from ..processes import seed
 from ..torch_private import is_in_parts
-from .loader_positions import FirstUse, Loaded
+from .loader_positions import FirstUse, LoadedPosition
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -369,7 +369,7 @@ class Restored:
             self.derived.append(f"the RNG states of {lacking} (seeded from rank 0's state and the rank)")
 
 
-def _tell_position(index: int, loaded: Loaded) -> None:
+def _tell_position(index: int, loaded: LoadedPosition) -> None:
     """Print where the next pass over a loader begins, so that the script does not skip again."""
     epoch, done = loaded.position["epoch"], loaded.position["batches"]
     if loaded.position["last"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class Folders:
         """Return the number of the next save, which is higher than that of any save in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
-            found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
+            found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
             self.sequence = max([self.sequence, *found])
         self.sequence += 1
         return self.sequence
@@ -130,7 +130,7 @@ class Folders:
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete the oldest states beyond ``total_limit``, including states of the runs that this run resumed.
+        """Delete this node's oldest states beyond ``total_limit``, including those of the runs that this run resumed.
 
         Numbered folders are deleted entirely. In other folders, only the saved files are deleted, then the folder
         itself if it is empty.
@@ -139,13 +139,16 @@ class Folders:
         if limit is None:
             return
         found = dict.fromkeys([*states_in(newest.parent), *(folder / STATE for folder in self.folders)])
-        known = {state: one for state in found if (one := _known(state)) and one.line == self.line}
+        known = {state: one for state in found if (one := manifest.read_or_none(state)) and one.line == self.line}
         order = sorted(known, key=lambda state: known[state].sequence)
         for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
             try:
                 _delete(state)
+            except FileNotFoundError:  # another node deletes on the same disk
+                continue
             except OSError as error:
-                messages.warn(
+                tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
+                tell(
                     f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
                 )
 
@@ -156,13 +159,6 @@ def states_in(folder: Location) -> Iterator[Location]:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
                 yield entry / STATE
-
-
-def _known(state: Location) -> manifest.Manifest | None:
-    try:
-        return manifest.read(state)
-    except (OSError, ValueError):
-        return None
 
 
 def _next_numbered(folder: Location, config: Any) -> Location:
@@ -206,10 +202,10 @@ def _nothing_in(where: Location) -> str:
 
 def newer_of_its_run(state: Location) -> str | None:
     """Return the folder of a later state of the same run in the same parent folder, or None if there is none."""
-    own = _known(state)
+    own = manifest.read_or_none(state)
     if own is None:
         return None
-    found = ((one, known) for one in states_in(state.parent.parent) if (known := _known(one)))
+    found = ((one, known) for one in states_in(state.parent.parent) if (known := manifest.read_or_none(one)))
     return next(
         (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
     )
@@ -246,11 +242,13 @@ class HookFiles:
     Args:
         folder: the state's folder.
         strategy: the strategy.
+        writes: whether this rank moves the files into place on its node's disk.
     """
 
-    def __init__(self, folder: Location, strategy: Strategy) -> None:
+    def __init__(self, folder: Location, strategy: Strategy, writes: bool) -> None:
         self.folder = folder
         self.strategy = strategy
+        self.writes = writes
         self.files: Files = {}
         name = strategy.broadcast(atomic_write.temporary_name(_ROOM))
         self._room = atomic_write.beside(folder / STATE, name)
@@ -262,7 +260,7 @@ class HookFiles:
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))
             together(strategy, "saved", lambda: write(str(self.path)))
-            if strategy.is_global_zero:
+            if self.writes:
                 self.files = dict(_sums_below(self.path))
         except BaseException:
             self.remove()
@@ -270,7 +268,7 @@ class HookFiles:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which rank 0 writes the state; restores the old files if the write fails."""
+        """Context manager in which the state is written; restores the old files if the write fails."""
         before = files_of(self.folder / STATE) if (self.folder / STATE).exists() else {}
         moved: list[str] = []
         try:
@@ -298,7 +296,8 @@ class HookFiles:
                 os.link(target, kept)
             except OSError:  # the file system does not support links
                 shutil.copy2(target, kept)
-        source.replace(target)
+        with nullcontext() if self.strategy.is_global_zero else suppress(FileNotFoundError):  # nodes may share a disk
+            source.replace(target)
 
     def _take_back(self, name: str) -> None:
         kept, target = self._room / _BEFORE / name, self.folder / name

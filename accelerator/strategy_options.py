@@ -93,8 +93,8 @@ def _chosen(choice: Choice, cpu: bool) -> Strategy:
     if len(placed) == (1 if cluster is None else cluster.local_world_size):
         return choose_strategy(strategy, placed[0].type, _listed(placed), precision=precision, options=choice.options())
     alone = cluster is None
-    if alone and kind == "cuda":
-        _say_unused(count("cuda"))
+    if alone and kind != "cpu":
+        _say_unused(count(kind))
     accelerator, devices = "cpu" if cpu else "auto", 1 if alone else "auto"
     return choose_strategy(strategy, accelerator, devices, precision=precision, options=choice.options())
 
@@ -164,10 +164,12 @@ def precision_of(choice: Choice, kind: str) -> Precision:
 
 def _check_handlers(handlers: Handlers, word: str | None) -> None:
     """Report handlers that have no effect with this ``mixed_precision``."""
-    if handlers.grad_scaler is not None and word != "fp16":
-        messages.info_once(
-            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}, because only 'fp16' scales losses."
-        )
+    now = f"but mixed_precision is {word or 'no'!r}"
+    if word != "fp16":
+        messages.ignored("Accelerator", f"only 'fp16' scales losses, {now}", kwargs_handlers=handlers.grad_scaler)
+    if word not in _NAMES:
+        why = f"only {messages.names(_NAMES, 'and')} use autocast, {now}"
+        messages.ignored("Accelerator", why, kwargs_handlers=handlers.autocast)
     if handlers.float8 is not None and word != "fp8":
         raise ValueError(
             f"AORecipeKwargs has no effect with mixed_precision={word or 'no'!r}. Set mixed_precision='fp8', or leave "

@@ -287,10 +287,13 @@ class Trackers(list[GeneralTracker]):
         return {name: mine[id(logger)] for name, logger in named(one._logger for one in mine.values())}
 
     def _check_names(self, what: str, options: Iterable[str]) -> None:
-        names = [*_classes, *(_name(one) for one in self.wanted)]
+        wanted = [_name(one) for one in self.wanted]
+        names = [*_classes, *wanted]
         for name in options:
             if name not in names:
                 raise ValueError(messages.unknown(f"tracker in {what}", name, dict.fromkeys(names)))
+            if name not in wanted:
+                messages.ignored(what, "log_with does not include this tracker", **{name: "..."})
 
     def _why_not(self, call: str) -> str:
         if self._ended:
@@ -319,9 +322,9 @@ def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[st
     kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))
-    if isinstance(kind, Logger):
-        return LoggerTracker(kind)
-    if isinstance(kind, GeneralTracker):
-        return kind
+    if isinstance(kind, (Logger, GeneralTracker)):
+        given = {_name(one): init_kwargs.get(_name(one))}
+        messages.ignored("init_kwargs", "log_with has the finished object, which has its own arguments", **given)
+        return LoggerTracker(kind) if isinstance(kind, Logger) else kind
     folder = [logging_dir] if kind.requires_logging_directory else []
     return kind(project_name, *folder, **init_kwargs.get(_name(one), {}))

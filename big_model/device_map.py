@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import messages
+from ..devices.kinds import kind_of, reported
 from ..torch_private import APPLY
 from .module_sizes import named_tensors
 
@@ -82,17 +83,16 @@ def torch_device(device: Any, what: str) -> torch.device:
     Raises:
         ValueError: this process does not see such a device.
     """
-    kind = torch.accelerator.current_accelerator()
     try:
         if isinstance(device, int) and not isinstance(device, bool):
-            device = torch.device(kind.type if kind is not None else "cuda", device)
+            device = torch.device(reported() or "cuda", device)
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         choices = ("cpu", "disk", "cuda:0", "mps")
         raise ValueError(messages.unknown(f"device in {what}", device, choices, ", or the number of a GPU")) from error
     if found.type == "cpu":
         return torch.device("cpu")
-    count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
+    count = kind_of(found).count() if found.type != "meta" else 0
     if found.type != "meta" and (found.index or 0) >= count:
         seen = f"only {count} of this kind" if count else "no such device"
         raise ValueError(

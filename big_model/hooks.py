@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices.kinds import present
 from ..processes.device_transfer import convert, move
 from ..torch_private import APPLY, own_buffers, own_parameters
 from .device_map import torch_device
@@ -325,8 +326,8 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 def default_device() -> torch.device:
     """Return this machine's first accelerator, or else the CPU."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
+    kind = present()
+    return torch.device(kind.name, 0) if kind.name != "cpu" else torch.device("cpu")
 
 
 def _device_in(values: Any) -> torch.device | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
+from ..devices.kinds import kind_of, present
 from ..processes import devices
 from .device_map import Device, DeviceMap, is_offloaded, join_neighbors
 from .module_blocks import repeated_elements
@@ -25,7 +26,7 @@ _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _FOR_WEIGHTS = 0.9
 
 
-class Row(NamedTuple):
+class DeviceMapRow(NamedTuple):
     """One line of a plan.
 
     Attributes:
@@ -58,7 +59,7 @@ class DevicePlan:
     """
 
     device_map: DeviceMap
-    rows: list[Row]
+    rows: list[DeviceMapRow]
     limits: dict[Device, float]
     main_device: Device
     reserved: int = 0
@@ -169,11 +170,12 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
         ValueError: a device or size is unknown.
     """
     if max_memory is None:
+        kind = present()
         free: dict[Device, float] = {
-            index: int(torch.cuda.mem_get_info(index)[0] * _FOR_WEIGHTS) for index in range(devices.count("cuda"))
+            device: int(memory * _FOR_WEIGHTS)
+            for device in ([] if kind.name == "cpu" else range(kind.count()) if kind.is_numbered else [kind.name])
+            if (memory := kind.free_memory(device)) is not None
         }
-        if not free and devices.count("mps"):
-            free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
     if not isinstance(max_memory, Mapping):
         raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass a dict such as {{'cpu': '2GB'}}.")
@@ -245,7 +247,7 @@ class _Placed:
         buffers: bytes on the main device for the buffers of offloaded parts.
     """
 
-    rows: list[Row]
+    rows: list[DeviceMapRow]
     fetched: list[_Item]
     buffers: int
 
@@ -343,7 +345,7 @@ class _Placer:
             if new or not ids:
                 current = max(current, order.index(device))
             homes.update(dict.fromkeys(new, (device, item.name)))
-            placed.rows.append(Row(item.name, type(item.module).__name__, device, size, why))
+            placed.rows.append(DeviceMapRow(item.name, type(item.module).__name__, device, size, why))
         return placed
 
     def _choose(
@@ -435,7 +437,7 @@ def _key(device: Any) -> Device:
         ) from error
     if found.type == "cpu":
         return "cpu"
-    return found.index if found.type == "cuda" and found.index is not None else str(found)
+    return found.index if kind_of(found).is_numbered and found.index is not None else str(found)
 
 
 def _limit(device: Any, size: float | str) -> float:
@@ -445,9 +447,9 @@ def _limit(device: Any, size: float | str) -> float:
     return size_in_bytes(whole, f"max_memory[{device!r}]")
 
 
-def _runs(rows: Iterable[Row]) -> list[list[Row]]:
+def _runs(rows: Iterable[DeviceMapRow]) -> list[list[DeviceMapRow]]:
     """Group consecutive rows that differ only by an index in the name."""
-    runs: list[list[Row]] = []
+    runs: list[list[DeviceMapRow]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None
         same = before is not None and before[1:4] == row[1:4] and before.why.split("(")[0] == row.why.split("(")[0]
@@ -458,10 +460,10 @@ def _runs(rows: Iterable[Row]) -> list[list[Row]]:
     return runs
 
 
-def _span(rows: list[Row]) -> str:
+def _span(rows: list[DeviceMapRow]) -> str:
     first = rows[0].module or "(all)"
     return first if len(rows) == 1 else f"{first} to {rows[-1].module.rpartition('.')[2]}"
 
 
-def _bytes(rows: list[Row]) -> str:
+def _bytes(rows: list[DeviceMapRow]) -> str:
     return messages.size(rows[0].bytes) if len(rows) == 1 else f"{len(rows)} x {messages.size(rows[0].bytes)}"

@@ -22,7 +22,7 @@ from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .weight_files import Pages, copy_into, mapped_tensors, weight_files
 
 
-class Loaded(NamedTuple):
+class UnmatchedNames(NamedTuple):
     """Names that do not match after loading.
 
     Attributes:
@@ -141,7 +141,7 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
-) -> Loaded:
+) -> UnmatchedNames:
     """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
     Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory in addition to the model.
@@ -158,7 +158,7 @@ def load_checkpoint_in_model(
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
     whose names contain one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False, because
-    Paceline does not support 8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
+    quantized layers cannot be offloaded. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
     are accepted and ignored.
 
     Raises:
@@ -168,8 +168,8 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise NotImplementedError(
-            "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because Paceline has no 8-bit weights. "
-            "Leave out offload_8bit_bnb."
+            "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because quantized layers cannot be "
+            "offloaded. Use load_and_quantize_model, which leaves offloaded modules in 16 bits."
         )
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:
@@ -185,7 +185,7 @@ def load_checkpoint_in_model(
     return loaded
 
 
-def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
+def _load(model: nn.Module, files: list[Path], filler: _Filler) -> UnmatchedNames:
     unexpected: list[str] = []
     for file in files:
         pages: Pages | None = None
@@ -198,7 +198,7 @@ def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
                 filler.fill(name, value, pages, file)
             pages.give_back(value, around=True)
     filler.close()
-    return Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
+    return UnmatchedNames([name for name in model.state_dict() if name not in filler.filled], unexpected)
 
 
 class _Filler:
@@ -291,7 +291,7 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
         )
 
 
-def _report(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
+def _report(model: nn.Module, loaded: UnmatchedNames, strict: bool, path: Path) -> None:
     kinds = ((loaded.missing_keys, "missing from it"), (loaded.unexpected_keys, "unexpected"))
     differences = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
     if not differences:

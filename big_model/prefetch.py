@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..devices.kinds import kind_of
 from ..torch_private import change_count
 from .weight_files import Pages, advise_needed, copy_into, is_aligned, short_lived
 
@@ -164,7 +165,7 @@ class Fetcher:
     def __init__(self) -> None:
         self.pages = Pages()
         self._thread: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, Any] = {}
         self._advance: _Advance | None = None
         self._last: Part | None = None
         self._running = self._runner = 0
@@ -216,7 +217,7 @@ class Fetcher:
         found = self._fetch(part) if advance is None else advance.tensors.result()
         stream = self._streams.get(part.device)
         if stream is not None:
-            current = torch.cuda.current_stream(part.device)
+            current = kind_of(part.device).current_stream(part.device)
             current.wait_stream(stream)
             for tensor, _ in found:
                 if tensor is not None:
@@ -231,8 +232,11 @@ class Fetcher:
 
     def _fetch(self, part: Part) -> list[_Fetched]:
         with torch.inference_mode(False), torch.no_grad():
-            if part.device.type != "cuda":
+            kind = kind_of(part.device)
+            if not kind.overlaps_copies():
                 return part.fetch()
-            stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
-            with torch.cuda.stream(stream):
+            stream = self._streams.get(part.device)
+            if stream is None:
+                stream = self._streams[part.device] = kind.new_stream(part.device)
+            with kind.on_stream(stream):
                 return part.fetch()

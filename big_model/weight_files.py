@@ -253,10 +253,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_as_in_file(start: int, end: int) -> bool:
-    """Return True if no page has been written to since it was mapped; a written page is private to the process.
+    """Return True if none of these pages has been written to since the file was mapped.
 
-    This asks the system, because torch does not notice every change: writing through ``.data`` or NumPy, or updating
-    batch statistics, does not change a tensor's version. Returns False if the system gives no answer.
+    Writing to a page makes a private copy of it. This asks the operating system, because torch does not notice every
+    change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's version.
+    Returns False if the system gives no answer.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:

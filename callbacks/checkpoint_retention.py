@@ -29,9 +29,17 @@ COUNTERS = ("epoch", "step")
 
 
 class Checkpoint(Callback):
-    """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes."""
+    """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes.
+
+    Attributes:
+        dirpath: the folder of the checkpoints, in which ``ckpt_path="last"`` looks for them; None means ``checkpoints``
+            in the run's folder.
+        filename: the name of the files; slashes in it mean sub-folders. None means a name without slashes.
+    """
 
     runs_last = True
+    dirpath: str | None = None
+    filename: str | None = None
 
 
 class CheckpointKeeper(Checkpoint):
@@ -96,7 +104,7 @@ class CheckpointKeeper(Checkpoint):
         self._forget_steps(alone=True)
 
     @property
-    def dirpath(self) -> str | None:
+    def dirpath(self) -> str | None:  # type: ignore[override] - chosen when the fit starts
         """The absolute path of the checkpoint folder; None until a fit has chosen it."""
         return self._files.folder or None
 
@@ -140,8 +148,9 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and before the first step."""
-        return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
+        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and in the first batch."""
+        begun = trainer.global_step > 0 or trainer.state.batches > 0
+        return begun and not trainer.fast_dev_run and not trainer.sanity_checking
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
         """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Log device statistics after a training step, whenever the trainer logs step values.
 
-    On CUDA, the statistics are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and
+    On CUDA and other accelerators, the statistics are the counters of PyTorch's allocator (bytes allocated and
     reserved, their peaks, retries, out-of-memory errors); on MPS, the allocated memory; and on a CPU, the machine's
     load and memory and this process's memory. Reading them does not wait for the device. Names look like
     ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak``.
@@ -55,10 +56,13 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.logs_this_step and trainer.state.stepped:
-            stats = self._read(trainer.strategy.device)
-            wanted = self._filter_keys
-            prefix = f"{type(self).__name__}.on_train_batch_end/"
+        if trainer.state.stepped:
+            self._log(trainer, "on_train_batch_end")
+
+    def _log(self, trainer: Trainer, hook: str) -> None:
+        if trainer.logs_this_step:
+            stats, wanted = self._read(trainer.strategy.device), self._filter_keys
+            prefix = f"{type(self).__name__}.{hook}/"
             trainer.log_metrics({prefix + k: v for k, v in stats.items() if wanted is None or k in wanted})
 
     def _read(self, device: torch.device) -> dict[str, float]:
@@ -79,15 +83,8 @@ class DeviceStatsMonitor(Callback):
 
 
 def device_stats(device: torch.device) -> dict[str, float]:
-    """Return the memory statistics of a CUDA or MPS device, in bytes and counts; an empty dict for other devices."""
-    if device.type == "cuda":
-        return torch.cuda.memory_stats(device)
-    if device.type == "mps":
-        return {
-            "current_allocated_bytes": torch.mps.current_allocated_memory(),
-            "driver_allocated_bytes": torch.mps.driver_allocated_memory(),
-        }
-    return {}
+    """Return a device's memory statistics, in bytes and counts; an empty dict for a CPU."""
+    return kind_of(device).stats(device)
 
 
 def cpu_stats() -> dict[str, float]:

@@ -24,7 +24,7 @@ GROWTH = 0.25
 
 
 class GarbageCollection(Callback):
-    """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
+    """Run Python's garbage collector every n steps, at the same steps on all ranks, and at no other time.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
     example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
@@ -146,7 +146,7 @@ def _long_lived() -> int:
     return len(gc.get_objects(generation=2))
 
 
-class _Process:
+class _ProcessCollector:
     """The process's garbage collector, which several fits may use at the same time."""
 
     def __init__(self) -> None:
@@ -203,4 +203,4 @@ class _Process:
             gc.set_threshold(*self.thresholds)
 
 
-_PROCESS = _Process()
+_PROCESS = _ProcessCollector()

@@ -90,7 +90,7 @@ class HangDetector(Callback):
 
 def _mark(trainer: Trainer) -> tuple[Any, ...]:
     state = trainer.state
-    return state.fn, state.stage, state.epoch, state.batch_idx, state.global_step, state.evaluated, state.passed
+    return state.fn, state.stage, state.epoch, state.batch_idx, state.global_step, state.evaluated, state.boundaries
 
 
 def _told(rank: int, report: str) -> str:

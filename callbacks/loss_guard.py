@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import manifest
+from ..devices.kinds import kind_of
 from .base import Callback, Rollback
 from .early_stopping import check_mode
 
@@ -228,7 +229,7 @@ class LossGuard(Callback):
 
     def _leave_out(self, trainer: Trainer) -> None:
         self.left_out += 1
-        trainer.log_metrics({"loss_guard/left_out": self.left_out}, trainer.state.updates)
+        trainer.log_metrics({"loss_guard/left_out": self.left_out})
 
     def state_dict(self) -> dict[str, Any]:
         batches = [{"epoch": epoch, "batch": batch, **about} for (epoch, batch), about in self.batches.items()]
@@ -287,7 +288,7 @@ class _WayBack:
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
-            known = None if path is None else _manifest(path)
+            known = None if path is None else manifest.read_or_none(path)
             before = newest if path is None else known.sequence if known is not None else 0
         self._began = path, before, newest
         self.last_good = min(self.last_good[0], trainer.global_step - 1), *self.last_good[1:]
@@ -341,7 +342,7 @@ class _WayBack:
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
             run, folder, depth = callback.state_dict()["run"], callback.dirpath, (callback.filename or "").count("/")
             for path in manifest.checkpoints_in(folder, depth) if folder else ():
-                known = _manifest(path)
+                known = manifest.read_or_none(path)
                 if known is None or known.weights_only or run not in known.runs or before < known.sequence <= newest:
                     continue
                 found.add(_Saved(known.sequence, known.global_step, str(path)))
@@ -359,20 +360,13 @@ def _spoiled(trainer: Trainer) -> bool:
     return strategy.reduce(torch.tensor([mine], dtype=torch.float64), "mean", strategy.host_group).item() > 0
 
 
-def _manifest(path: Any) -> manifest.Manifest | None:
-    try:
-        return manifest.read(path)
-    except (OSError, ValueError):  # damaged, or deleted in the meantime
-        return None
-
-
 class _Before:
     """Snapshot of the state, except gradients, that a training step changes: buffers, RNG states, logged values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.module, self.metrics = trainer.training_module, trainer.current_run.metrics
-        device = trainer.strategy.device
-        self.cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.device = trainer.strategy.device
+        self.kind = kind_of(self.device)
         self.moving: list[Tensor] | None = None
         self.first: list[tuple[Tensor, Tensor]] = []
 
@@ -393,15 +387,15 @@ class _Before:
             self.first = list(zip(buffers, copies, strict=True))
         forget = self.metrics.remember()
         random = torch.get_rng_state()
-        on_device = self.cuda.get_state() if self.cuda is not None else None
+        on_device = self.kind.random_state(self.device)
 
         def undo() -> None:
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     buffer.copy_(copy)
             torch.set_rng_state(random)
-            if self.cuda is not None and on_device is not None:
-                self.cuda.set_state(on_device)
+            if on_device is not None:
+                self.kind.set_random_state(on_device, self.device)
             forget()
 
         return undo

@@ -94,7 +94,7 @@ class LearningRateMonitor(Callback):
         for one in due:
             if self._logged_at.get(id(one)) != update:
                 self._logged_at[id(one)] = update
-                self._log(trainer, [one], update)
+                self._log(trainer, [one], trainer.state.x_axis(update))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.next_batch > 0:
@@ -108,13 +108,13 @@ class LearningRateMonitor(Callback):
         intervals = {config.interval for config in _schedulers(trainer, optimizer)}
         return "epoch" if intervals == {"epoch"} else "step"
 
-    def _log(self, trainer: Trainer, optimizers: list[Optimizer], update: int) -> None:
+    def _log(self, trainer: Trainer, optimizers: list[Optimizer], step: int) -> None:
         values: dict[str, float] = {}
         for optimizer in optimizers:
             for name, group in self._groups(trainer, optimizer):
                 values.update(self._values(name, group))
         if values:
-            trainer.log_metrics(values, update)
+            trainer.log_metrics(values, step)
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
     def _groups(self, trainer: Trainer, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -281,7 +281,8 @@ class ModelCheckpoint(CheckpointKeeper):
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
             if not self._monitor_is_validated:
                 messages.warn_once(
-                    f"{text} No file is ranked until {self.monitor!r} is logged.", key=f"ModelCheckpoint {self.monitor}"
+                    f"{text} Until {self.monitor!r} is logged, there is no best checkpoint.",
+                    key=f"ModelCheckpoint {self.monitor}",
                 )
             return False
         if not self._epochs_ended:

@@ -414,7 +414,9 @@ def _check_name(name: str, dim: int | None, norm: int | None) -> None:
             f"ModelPruning({name!r}) removes entire rows or channels. Pass their dimension, such as pruning_dim=0."
         )
     if name == "ln_structured" and norm is None:
-        raise ValueError("ModelPruning('ln_structured') needs pruning_norm, the n of the norm, such as 1 or 2.")
+        raise ValueError(
+            "ModelPruning('ln_structured') needs pruning_norm, the order n of the Ln norm, such as 1 or 2."
+        )
 
 
 def _method(given: Any) -> type[prune.BasePruningMethod]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..report.text_table import fitted
 from ..torch_private import pytree
 from .base import Callback
@@ -383,10 +384,11 @@ def _shape(value: Any) -> Any:
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Context manager that puts a module in eval mode, and restores the modes and the RNG states on exit."""
     modes = {child: child.training for child in module.modules()}
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in module.parameters() if kind_of(p.device).is_numbered and p.device.index is not None}
     # A compiled module must not be compiled for the example's shapes.
     eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-    with eager, torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+    kind = next((device.type for device in devices), "cuda")
+    with eager, torch.random.fork_rng([device.index for device in devices], device_type=kind):
         module.eval()
         try:
             yield

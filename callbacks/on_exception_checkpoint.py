@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Save a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
-    An existing file is overwritten. Nothing is written before the first optimizer step, with ``fast_dev_run``, or when
-    a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
+    An existing file is overwritten. Nothing is written in the first batch, with ``fast_dev_run``, or when a signal
+    ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
         dirpath: a folder, or a URL such as ``s3://bucket/run``.
@@ -39,11 +39,12 @@ class OnExceptionCheckpoint(Checkpoint):
     @property
     def ckpt_path(self) -> str:
         """The path of the checkpoint, whether or not it exists."""
-        return storage.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return storage.join(self.dirpath or "", f"{self.filename}{self.FILE_EXTENSION}")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         state = trainer.state
-        training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
+        training = state.fn == "fit" and state.stage in ("train", "validate")
+        training = training and (state.global_step > 0 or state.batches > 0)
         if not training or trainer.fast_dev_run:
             return
         if state.signum and any(callback.has_saved(state.global_step) for callback in trainer.callbacks):

@@ -28,7 +28,7 @@ class WriteInterval(str, Enum):
 
     @property
     def on_epoch(self) -> bool:
-        """Whether to write at the end of the run."""
+        """Whether to write all predictions once, at the end of the run."""
         return self is not WriteInterval.BATCH
 
 

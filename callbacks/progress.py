@@ -29,7 +29,7 @@ DRAW_FRACTION = 0.1
 
 
 class ProgressBar(Callback):
-    """Base class of all progress bars. A subclass defines hooks that read the totals and call :meth:`get_metrics`.
+    """Base class of all progress bars. A subclass's hooks read the batch counts and call :meth:`get_metrics`.
 
     To change only metrics or descriptions, subclass ``RichProgressBar`` instead.
     """

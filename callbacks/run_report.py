@@ -18,9 +18,11 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import storage
+from ..devices.kinds import kind_of
 from ..report import system_info
-from ..report.record import Clock, RunRecord
+from ..report.record import RunClock, RunRecord
 from .base import Callback
+from .checkpoint_retention import Checkpoint
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -66,7 +68,7 @@ class RunReport(Callback):
                 "file, because lines are appended to it. Pass a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
-        self._clock = Clock()
+        self._clock = RunClock()
         self._record: RunRecord | None = None
         self._of: Any = None
         self._error: BaseException | None = None
@@ -105,7 +107,7 @@ class RunReport(Callback):
         if trainer.fast_dev_run:
             self._record = None
             return
-        self._clock = Clock()
+        self._clock = RunClock()
         folder = self._folder(trainer) if trainer.is_global_zero else None
         record = self._record
         if record is None or self._of is None or self._of() is not trainer:
@@ -283,7 +285,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "experiment": _experiment(trainer),
         "process": system_info.process(),
         "versions": system_info.versions(),
-        "machine": system_info.machine(with_gpus=strategy.device.type == "cuda"),
+        "machine": system_info.machine(with_gpus=strategy.device.type != "cpu"),
         "git": system_info.git_state(),
         "strategy": {
             "strategy": type(strategy).__name__,
@@ -316,7 +318,7 @@ def _parameters(module: TrainingModule) -> int | None:
 
 def _data(trainer: Trainer) -> dict[str, Any]:
     """Return facts about the training batches and the checkpoint folders, both known only when training starts."""
-    folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
+    folders = dict.fromkeys(c.dirpath for c in trainer.callbacks if isinstance(c, Checkpoint) and c.dirpath)
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     count = trainer.num_training_batches
@@ -341,8 +343,9 @@ def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
 def _peaks(trainer: Trainer) -> dict[str, int]:
     """Return this process's peak memory in bytes, on the device and on the host."""
     found = {}
-    if trainer.strategy.device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(trainer.strategy.device)
+    device = trainer.strategy.device
+    if kind_of(device).counts_memory():
+        found["device"] = kind_of(device).peak_memory(device)
     if sys.platform.startswith(("linux", "darwin")):
         import resource
 

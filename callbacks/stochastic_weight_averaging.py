@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
-from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +15,7 @@ from torch.optim.swa_utils import SWALR
 
 from .. import messages
 from ..torch_private import BatchNorm
-from .base import Callback, overridden
+from .base import Callback
 from .weight_averaging import (
     CURRENT_KEY,
     AverageOne,
@@ -314,17 +312,14 @@ def _statistics(module: nn.Module) -> dict[str, Tensor]:
 
 def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
     """Replace the BatchNorm statistics with their means over one pass through the training data on all ranks."""
+    fit: Any = trainer.current_run.fit  # there is one while a fit ends
     layers = list(_training_layers(module).values())
     momenta = [layer.momentum for layer in layers]
-    step = trainer.strategy.bind_step(module.training_step, trainer.model or module)
-    takes_index = _takes_index(module.training_step)
     try:
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
-        with torch.no_grad(), _without_traces(module):
-            for batch_idx, batch in enumerate(_training_batches(trainer, module)):
-                step(batch, batch_idx) if takes_index else step(batch)
+        fit.forward_pass()
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
@@ -332,41 +327,3 @@ def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
         for buffer in (layer.running_mean, layer.running_var):
             if buffer is not None:
                 buffer.copy_(trainer.strategy.reduce(buffer, "mean"))
-
-
-def _takes_index(step: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(step).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]:
-    """Yield the training batches of one pass, moved to the device as in the run."""
-    loader, limit = trainer.current_run.source.train_loader, trainer.num_training_batches
-    batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader yields triples
-    before, transfer, after = (
-        overridden(trainer.datamodule, name) or overridden(module, name)
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
-    move = trainer.strategy.batch_mover()
-    for batch in islice(batches, None if limit == math.inf else int(limit)):
-        batch = before(batch, 0) if before else batch
-        batch = transfer(batch, trainer.strategy.device, 0) if transfer else batch
-        batch = move(batch) if move else batch
-        yield after(batch, 0) if after else batch
-
-
-@contextmanager
-def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Context manager that disables ``self.log`` in a module and, at exit, resets metrics that were unused before."""
-    metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
-    loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
-    for m in loggers:
-        vars(m)["log"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        for m in loggers:
-            del vars(m)["log"]
-        for metric in metrics:
-            metric.reset()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..devices.kinds import kind_of
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def _first_dim(value: Any) -> int | None:
 
 # Dense peaks in 10^12 FLOP/s from the manufacturers' data sheets (half of a figure given "with sparsity"). ``tf32`` is
 # the peak of float32 matrix products when torch.set_float32_matmul_precision is "high" or "medium". Each key is a part
-# of torch.cuda.get_device_name(). The first match is used, so more specific names come first.
+# of the device's name. The first match is used, so more specific names come first.
 #   B200, GB200     NVIDIA Blackwell datasheet (HGX B200, GB200 NVL72)
 #   H200, H100      NVIDIA H200 and H100 Tensor Core GPU datasheets (SXM, NVL, PCIe)
 #   A100, A30, A40, A10, A10G   NVIDIA datasheets of these names
@@ -360,13 +361,11 @@ _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
     """Return the device's dense peak FLOP/s for a dtype or ``"tf32"``; None if the device is not in ``PEAK_FLOPS``."""
     dtype = str(dtype).removeprefix("torch.")
-    if device.type != "cuda":
-        return None
-    return peak_flops_of(torch.cuda.get_device_name(device), dtype)
+    return peak_flops_of(kind_of(device).name_of(device), dtype)
 
 
 def peak_flops_of(device_name: str, dtype: str) -> float | None:
-    """Like :func:`peak_flops`, for a device name from ``torch.cuda.get_device_name``."""
+    """Like :func:`peak_flops`, for the device name that torch reports."""
     words = device_name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None

@@ -112,29 +112,29 @@ class Timer(Callback):
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._end["train"] = perf_counter()
+        self._finish("train")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         if self._training:
-            self._end["train"] = perf_counter()
+            self._finish("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._begin("sanity_check" if trainer.sanity_checking else "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._end["sanity_check" if trainer.sanity_checking else "validate"] = perf_counter()
+        self._finish("sanity_check" if trainer.sanity_checking else "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._begin("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._end["test"] = perf_counter()
+        self._finish("test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._begin("predict")
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._end["predict"] = perf_counter()
+        self._finish("predict")
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
@@ -153,6 +153,9 @@ class Timer(Callback):
     def _begin(self, stage: str) -> None:
         self._end.pop(stage, None)
         self._start[stage] = perf_counter()
+
+    def _finish(self, stage: str) -> None:
+        self._end[stage] = perf_counter()
 
     def _stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True

@@ -228,7 +228,7 @@ class _Plain(PlainLines):
 
 
 class _Tqdm(Surface):
-    """Draws each of our bars with a tqdm bar, which is created when it is first drawn."""
+    """Draws each progress bar with a tqdm bar, which is created when it is first drawn."""
 
     seconds = 0.1
     immediate = True

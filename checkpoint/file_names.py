@@ -8,6 +8,9 @@ from string import Formatter
 
 from torch import Tensor
 
+#: The value of a metric that was not logged.
+MISSING: float = math.nan
+
 
 def fields(template: str) -> list[str]:
     """Return the names of the metrics in a template."""
@@ -19,7 +22,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
     Args:
         template: text that contains ``{name}`` or ``{name:format}``; a name may contain dots and slashes.
-        values: numbers and tensors with one element; missing names are filled with NaN.
+        values: numbers and tensors with one element; missing names are filled with ``MISSING``.
         equals: text between name and value, to write ``name<equals>value``; None writes only the value. A ``/`` in the
             written name becomes ``_``.
     """
@@ -29,7 +32,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
         if name is not None:
             if equals is not None:
                 parts.append(name.replace("/", "_") + equals)
-            parts.append(_written(values.get(name, math.nan), spec or ""))
+            parts.append(_written(values.get(name, MISSING), spec or ""))
     return "".join(parts)
 
 

@@ -1,65 +1,72 @@
-"""Find the checkpoint that ``ckpt_path`` refers to."""
+"""Find the newest checkpoint that a run can start from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from .. import messages
 from . import manifest
-from .atomic_write import remove_temporaries
 from .manifest import FORMAT, Manifest
 from .read import read
-from .storage import Location, absolute, is_remote, location
+from .storage import Location, absolute, location
 from .verify import problem
 
-if TYPE_CHECKING:
-    from ..trainer.run import Run
 
+@dataclass(frozen=True)
+class SearchFolders:
+    """Folders in which a run looks for checkpoints.
 
-def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
-    """Return the file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
-
-    ``reused``: whether the module was taken from the previous run; ``ckpt_path=None`` then means the best checkpoint of
-    that run, if there is one.
+    Attributes:
+        own: folders that the run's callbacks save to.
+        earlier: folders of earlier runs, newest first.
+        depth: levels of sub-folders in the names of the callbacks' files.
     """
-    if ckpt_path is None:
-        return _best(run) if reused and fn != "fit" else None
-    if ckpt_path == "best":
-        best = _best(run)
-        if best is None:
-            raise ValueError(
-                f"Trainer.{fn}(ckpt_path='best') found no best checkpoint, because none has been saved yet. Train with "
-                "a ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
-            )
-        return best
-    if ckpt_path in ("last", "auto"):
-        newest = _newest(run, ckpt_path, fn)
-        if newest is not None and fn == "fit":
-            if run.claims.take([str(newest.parent)], alone=True):
-                remove_temporaries(newest.parent)
-            run.newest = newest
-        return newest
-    return location(ckpt_path)
+
+    own: list[Location]
+    earlier: list[Location]
+    depth: int
+
+    @classmethod
+    def of(cls, savers: Sequence[tuple[str | None, str | None]], runs: Iterable[str]) -> SearchFolders:
+        """Return a run's folders; those of earlier runs only if a callback saves to the default folder.
+
+        This creates no folders, because a resumed fit uses those of the run that it resumes.
+
+        Args:
+            savers: the folder (None if not chosen yet) and file name of each callback that saves checkpoints.
+            runs: the folders of all runs; a run's checkpoints are in its sub-folder ``checkpoints`` by default.
+        """
+        depth = max(((name or "").count("/") for _, name in savers), default=0)
+        own = list(dict.fromkeys(location(folder) for folder, _ in savers if folder))
+        default = [location(absolute(run)) / "checkpoints" for run in runs]
+        if all(folder for folder, _ in savers) and not any(folder in own for folder in default):
+            return cls(own, [], depth)
+        return cls(own, [path for path in sorted(default, key=_version, reverse=True) if path not in own], depth)
+
+    def checkpoints(self, folders: Iterable[Location]) -> Iterator[Location]:
+        """Yield the checkpoints in some of the folders."""
+        for folder in folders:
+            yield from manifest.checkpoints_in(folder, self.depth)
 
 
-def _best(run: Run) -> Location | None:
-    return next((location(c.best_model_path) for c in run.trainer.checkpoint_callbacks if c.best_model_path), None)
+def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
+    """Return the newest valid checkpoint, and report which newer ones cannot be used; a fit needs more than weights.
 
-
-def _newest(run: Run, word: str, fn: str) -> Location | None:
-    """Return the newest valid checkpoint in this run's folders; a fit skips those that contain only weights."""
-    own, earlier = _folders(run)
-    folders = own + earlier
-    chosen, passed_over = newest_valid(_checkpoints(run, folders), fn)
+    ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or ``"auto"``.
+    """
+    where = folders.own + folders.earlier
+    chosen, passed_over = newest_valid(folders.checkpoints(where), fn)
     listed = ", ".join(f"{path} ({why})" for path, why in passed_over.items())
     harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
     if chosen is None:
         say = messages.info if harmless and word == "auto" else messages.warn
-        where = ", ".join(map(str, folders))
-        found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has saved a checkpoint"
+        there = f"there is no valid checkpoint in {', '.join(map(str, where))}"
         broken = f" Skipped: {listed}." if listed else ""
-        say(f"ckpt_path={word!r}: {found}, so the run starts fresh.{broken}")
+        say(
+            f"ckpt_path={word!r}: {there if where else 'no earlier run has saved a checkpoint'}, so the run starts "
+            f"fresh.{broken}"
+        )
     elif listed:
         say = messages.info if harmless else messages.warn
         say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")
@@ -138,47 +145,19 @@ def newer_of_its_run(path: Location) -> Location | None:
     return next(later, None)
 
 
-def highest_sequence(run: Run) -> int:
-    """Return the highest save number in this run's folders; 0 if there is none.
+def highest_sequence(folders: SearchFolders) -> int:
+    """Return the highest save number in the folders; 0 if there is none.
 
     Of the earlier runs (in version folders), only the newest one that saved anything is read, because its numbers are
     the highest.
     """
-    own, earlier = _folders(run)
-    highest = _highest(run, own)
-    return max(highest, next(filter(None, (_highest(run, [folder]) for folder in earlier)), 0))
+    found = (_highest(folders.checkpoints([folder])) for folder in folders.earlier)
+    return max(_highest(folders.checkpoints(folders.own)), next(filter(None, found), 0))
 
 
-def _highest(run: Run, folders: Iterable[Location]) -> int:
-    order, _ = _newest_first(_checkpoints(run, folders))
+def _highest(paths: Iterable[Location]) -> int:
+    order, _ = _newest_first(paths)
     return max((known.sequence for _, known in order if known), default=0)
-
-
-def _checkpoints(run: Run, folders: Iterable[Location]) -> Iterator[Location]:
-    names = (getattr(callback, "filename", None) or "" for callback in _savers(run))
-    depth = max((name.count("/") for name in names), default=0)
-    for folder in folders:
-        yield from manifest.checkpoints_in(folder, depth)
-
-
-def _savers(run: Run) -> list[Any]:
-    """Return the callbacks that save checkpoints to a folder, even if the folder is not known yet."""
-    return [callback for callback in run.trainer.callbacks if hasattr(callback, "dirpath")]
-
-
-def _folders(run: Run) -> tuple[list[Location], list[Location]]:
-    """Return the folders that callbacks save to and, if one is (or will be) the default folder, earlier runs' folders.
-
-    This must not create this run's own folders, because a resumed fit uses those of the run that it resumes.
-    """
-    root = run.trainer.default_root_dir
-    asked = [callback.dirpath for callback in _savers(run)]
-    folders = list(dict.fromkeys(location(folder) for folder in asked if folder))
-    runs = run.trainer.loggers[0].run_dirs() if run.trainer.loggers and not is_remote(root) else [root]
-    default = [location(absolute(run)) / "checkpoints" for run in runs]
-    if None not in asked and not any(folder in folders for folder in default):
-        return folders, []
-    return folders, [path for path in sorted(default, key=_version, reverse=True) if path not in folders]
 
 
 def _version(path: Location) -> int:

@@ -18,7 +18,7 @@ except ImportError:  # on Windows, folders cannot be locked
 _WAIT_SECONDS = 15.0
 
 
-class Claims:
+class FolderLocks:
     """Locks on the folders that a run writes to; the operating system releases them when the process exits.
 
     A run that starts from scratch can share a folder, because it only uses new file names. A run that resumes from the

@@ -167,12 +167,12 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             "weights_only=False)."
         )
     if lacking:
-        held = f"({', '.join(saved)})" if saved else "(there are none)"
+        held = f"the checkpoint's hyperparameters are only {', '.join(saved)}" if saved else "the checkpoint has none"
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
             kept = "use plain data that a checkpoint can store instead, such as a name or numbers to build it from"
         raise TypeError(
-            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, missing from the checkpoint's "
-            f"hyperparameters {held}. Call {cls.__name__}.load_from_checkpoint(path, {again}), or {kept}."
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, but {held}. "
+            f"Call {cls.__name__}.load_from_checkpoint(path, {again}), or {kept}."
         )

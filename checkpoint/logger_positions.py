@@ -45,7 +45,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
             )
             return {}
         if found and not is_remote(path):
-            run.claims.take([str(location(path).parent)], alone=True)
+            run.folder_locks.take([str(location(path).parent)], alone=True)
         return found
 
     found = run.strategy.broadcast(together(run.strategy, "taken over", look))

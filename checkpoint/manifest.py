@@ -48,9 +48,8 @@ class Manifest:
         score: value of that metric; None if there is none or it is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: marks that identify the run that wrote the checkpoint, one for each callback that saves.
-        line: mark of the callback that manages the checkpoint, which stays the same when a run resumes; empty if no
-            callback manages the checkpoint.
+        runs: IDs of the run that wrote the checkpoint, one for each checkpoint callback.
+        line: ID of the callback that manages the checkpoint; a resumed run keeps it. Empty if no callback manages it.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """
@@ -148,6 +147,14 @@ def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
         return read_folder(where)
     with where.open("rb") as stream:
         return read_file(stream)
+
+
+def read_or_none(path: str | os.PathLike[str] | Remote) -> Manifest | None:
+    """Like :func:`read`, but also return None if the checkpoint is damaged, unreachable or gone."""
+    try:
+        return read(path)
+    except (OSError, ValueError, ImportError):
+        return None
 
 
 def read_folder(path: Location) -> Manifest:

@@ -65,7 +65,7 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    """Return the type of each pickled object in a checkpoint, by its place, such as ``"hyper_parameters/loss"``."""
+    """Return the types of the pickled objects in a checkpoint, keyed by path, such as ``"hyper_parameters/loss"``."""
     section = checkpoint.get("paceline", {}).get(SECTION, {})
     return {place: one["type"] for place, one in section.items()}
 

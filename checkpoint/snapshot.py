@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices.kinds import kind_of
 from ..torch_private import local_part, storage_key, with_local_part
 
 #: The kind of a host buffer: its size in bytes, and whether a GPU can write to it directly.
@@ -41,8 +42,7 @@ class Buffers:
             room[key].copy_(_bytes(storage), non_blocking=True)
             devices.add(storage.device)
         for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.current_stream(device).synchronize()
+            kind_of(device).finish_copies(device)
         return _copied(state, room, {})
 
     def _room(self, wanted: dict[int, _Kind]) -> dict[int, Tensor]:
@@ -85,7 +85,7 @@ def _is_simple(tensor: Tensor) -> bool:
 
 
 def _kind(storage: Any) -> _Kind:
-    return storage.nbytes(), storage.device.type == "cuda"
+    return storage.nbytes(), kind_of(storage.device).overlaps_copies()
 
 
 def _bytes(storage: Any) -> Tensor:

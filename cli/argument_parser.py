@@ -70,6 +70,8 @@ class ArgumentParser(_Base):
         description: shown by ``--help``.
         env_prefix: prefix for the names of environment variables.
         default_env: read values from environment variables.
+        short_names: import Paceline's callbacks, loggers, profilers and strategies, so that users can choose them by
+            their short names and help lists them.
         **kwargs: as for jsonargparse's parser.
     """
 
@@ -79,6 +81,7 @@ class ArgumentParser(_Base):
         description: str = "Command line of a Trainer",
         env_prefix: str = "PL",
         default_env: bool = False,
+        short_names: bool = True,
         **kwargs: Any,
     ) -> None:
         if _Base is object:
@@ -90,7 +93,7 @@ class ArgumentParser(_Base):
         self.optimizers: dict[str, tuple[Any, str]] = {}
         #: Like :attr:`optimizers`, but for schedulers.
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
-        for room in _ROOMS:
+        for room in _ROOMS if short_names else ():
             module = import_module(f"...{room}", __name__)
             for name in module.__all__:
                 getattr(module, name)

@@ -10,6 +10,9 @@ from .. import messages
 from ..settings import SETTINGS
 
 MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
+#: The settings and the kinds of device that types of machine stand for.
+_SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
+_KINDS = {"multi-GPU": "cuda", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
@@ -42,7 +45,7 @@ class Dialog:
                 raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
             if close[0] in unsupported:
                 raise ValueError(
-                    "is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another option."
+                    "is not supported: Paceline starts processes only on this machine. Choose another option."
                 )
             return close[0]
 
@@ -93,7 +96,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     """Ask for everything that training needs. Return the settings, starting with the given ones."""
     talk = Dialog(given)
     talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
-    machine = talk.choose("Which type of machine are you using?", MACHINES, unsupported=MACHINES[3:])
+    machine = talk.choose("Which type of machine are you using?", MACHINES)
     several = machine != MACHINES[0]
     if several:
         _machines(talk)
@@ -101,19 +104,19 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
         cpu = talk.values.setdefault("cpu", True)
     else:
         cpu = not several and talk.switch("cpu", "Do you want to run your training on CPU only?")
-    if machine == "multi-GPU":
-        talk.values.setdefault("multi_gpu", True)
+    if machine in _SWITCHES:
+        talk.values.setdefault(_SWITCHES[machine], True)
     _dynamo(talk)
-    deepspeed = not cpu and _deepspeed(talk)
+    deepspeed = not cpu and machine != "TPU" and _deepspeed(talk)
     if machine == "multi-GPU" and not deepspeed and _fsdp(talk):
         _dimensions(talk)
     if several:
-        gpus = _count_gpus() if machine == "multi-GPU" else 0
-        default = max(2, gpus * talk.values["num_machines"])
+        present = _count(machine)
+        default = max(1 if machine == "TPU" else 2, present * talk.values["num_machines"])
         talk.setting("num_processes", "How many processes should be used in total, across all machines?", default)
     else:
         talk.values.setdefault("num_processes", 1)
-    if not cpu:
+    if not cpu and machine != "TPU":
         talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
         talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
     talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
@@ -121,10 +124,11 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     return talk.values
 
 
-def _count_gpus() -> int:
-    from torch import cuda
+def _count(machine: str) -> int:
+    """Return how many devices of a type of machine this process sees; 0 if the type has none."""
+    from ..processes.devices import count
 
-    return cuda.device_count()
+    return count(_KINDS[machine]) if machine in _KINDS else 0
 
 
 def _machines(talk: Dialog) -> None:

@@ -10,7 +10,7 @@ from .. import messages
 from .estimate_memory_choices import DTYPES, LIBRARIES, STRATEGIES
 
 if TYPE_CHECKING:
-    from .estimate_memory_report import Report
+    from .estimate_memory_report import MemoryReport
 
 EXAMPLES = """
 MODEL is the first of these that matches:
@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def shown(report: Report) -> str:
+def shown(report: MemoryReport) -> str:
     """Return the tables as text."""
     import io
 
@@ -85,7 +85,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Any:
     return table
 
 
-def _loading(report: Report) -> Any:
+def _loading(report: MemoryReport) -> Any:
     columns = ("dtype", "weights", "largest layer", "inference", "weights offloaded", "training")
     table = _table(f"Loading (largest layer: {report.largest_layer})", columns)
     for row in report.loading:
@@ -94,7 +94,7 @@ def _loading(report: Report) -> Any:
     return table
 
 
-def _training(report: Report) -> Any:
+def _training(report: MemoryReport) -> Any:
     columns = (
         "strategy",
         "precision",

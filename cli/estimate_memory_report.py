@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from .. import messages
 from ..big_model.module_sizes import size_in_bytes
+from ..devices.kinds import kind_of, present
 from ..estimate.memory_estimate import MemoryEstimate, estimate_strategies, largest_layer
 from .estimate_memory_choices import DTYPES
 from .estimate_memory_model import Source, resized
@@ -51,7 +50,7 @@ class Training:
 
 
 @dataclass
-class Report:
+class MemoryReport:
     """All results.
 
     Attributes:
@@ -109,14 +108,14 @@ class Machine:
     @classmethod
     def find(cls, asked: str | None) -> Machine:
         """Describe this machine or, if ``asked`` is given, a machine whose devices each have that much memory."""
-        gpu = torch.cuda.is_available()
-        kind = "cuda" if gpu else "cpu"
+        device = present() if present().counts_memory() else kind_of("cpu")
+        kind = device.name
         if asked is not None:
             text = asked if asked[-1:].upper() == "B" or asked.isdecimal() else f"{asked}B"
             size = size_in_bytes(int(text) if text.isdecimal() else text, "--device_memory")
             return cls(kind, size, False, f"devices of {messages.size(size)} each (--device_memory)")
-        if gpu:
-            sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        sizes = [size for index in range(device.count()) if (size := device.total_memory(index)) is not None]
+        if sizes:
             return cls(kind, min(sizes), False, f"{len(sizes)} GPUs, the smallest with {messages.size(min(sizes))}")
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, shared by all")
@@ -128,19 +127,19 @@ class Machine:
         return "no" if need > have else "tight" if need > TIGHT * have else "yes"
 
 
-def examine(source: Source, arguments: Namespace) -> Report:
+def examine(source: Source, arguments: Namespace) -> MemoryReport:
     """Estimate the memory that a model needs with the command's arguments."""
     machine = Machine.find(arguments.device_memory)
     sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
     layer, _ = largest_layer(sizes)
     parameters = sum(size[0] for size in source.sizes.values())
-    report = Report(source, parameters, layer, machine.memory, machine.origin, notes=list(source.notes))
+    report = MemoryReport(source, parameters, layer, machine.memory, machine.origin, notes=list(source.notes))
     trainings = Trainings(source, arguments, machine, report.notes)
     precisions = [DTYPES[dtype][0] for dtype in arguments.dtypes]
     rows = [row for precision in precisions if precision for row in trainings.of(precision)]
     report.training = [Training(row, machine.fits(row)) for row in rows]
     report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
-    report.verdict = list(Verdict(report, trainings, machine, arguments).sentences())
+    report.verdict = list(MemoryVerdict(report, trainings, machine, arguments).sentences())
     if source.module is not None and machine.device == "cpu" and not machine.shared:
         report.notes.append("Estimated with CPU kernels, because this machine has no GPU.")
     if any(row.guessed for row in rows):
@@ -160,7 +159,7 @@ class Trainings:
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
         self.source, self.arguments, self.machine, self.notes = source, arguments, machine, notes
         self.batch = source.batch
-        gpus = torch.cuda.device_count()
+        gpus = present().count()
         self.processes = arguments.num_processes or (gpus if gpus > 1 else 2)
 
     def of(self, precision: str, strategies: Any = None, **changed: Any) -> list[MemoryEstimate]:
@@ -204,10 +203,10 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str)
 
 
 @dataclass
-class Verdict:
+class MemoryVerdict:
     """Describes what fits or, if nothing does, which alternatives would."""
 
-    report: Report
+    report: MemoryReport
     trainings: Trainings
     machine: Machine
     arguments: Namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
 from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
+#: What messages call the devices of a kind.
+_TITLES = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl, and gloo for CPU tensors", "tpu": "tpu_dist, and gloo for CPU tensors"}
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
 #: Variable that torch elastic always sets for a process that it starts, then all variables that it may set.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -69,9 +73,9 @@ def start(script: Script, settings: Settings, arguments: Namespace, replace: boo
         say.chosen()
         return _replace(script.alone()) if replace else subprocess.call(script.alone())
     from ..processes import launch, launched_worker
-    from ..processes.torch_elastic import Options
+    from ..processes.torch_elastic import ElasticOptions
 
-    options = Options(
+    options = ElasticOptions(
         max_restarts=settings["max_restarts"],
         monitor_interval=settings["monitor_interval"],
         log_dir=arguments.log_dir,
@@ -157,7 +161,7 @@ def _refuse_deepspeed(settings: Settings) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LaunchPlan:
     """The processes to start and their devices."""
 
     kind: str
@@ -175,16 +179,37 @@ class _Plan:
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 
-def _plan(settings: Settings) -> _Plan:
+def _plan(settings: Settings) -> _LaunchPlan:
     variables = _visible(settings)
     os.environ.update(variables)
-    gpus = 0 if settings["cpu"] else _count_gpus()
-    kind = "cuda" if gpus else "cpu"
-    _check_multi_gpu(settings, gpus)
-    local, why = _processes(settings, gpus)
+    kind, present = _devices(settings)
+    local, why = _processes(settings, kind, present)
     threads, more = _threads(settings, local)
     binds_gpus, binding, bound = _binding(settings, kind, local)
-    return _Plan(kind, local, settings["num_machines"], why, threads, variables | more | bound, binds_gpus, binding)
+    return _LaunchPlan(
+        kind, local, settings["num_machines"], why, threads, variables | more | bound, binds_gpus, binding
+    )
+
+
+def _devices(settings: Settings) -> tuple[str, int]:
+    """Return the kind of device to run on, and how many of them this machine has (0 for the CPU)."""
+    if settings["cpu"] and settings["tpu"]:
+        raise ValueError(
+            f"{settings.origin('tpu').where} and {settings.origin('cpu').where} cannot be used together. Remove one of "
+            "them."
+        )
+    gpus = 0 if settings["cpu"] or settings["tpu"] else _count_gpus()
+    _check_multi_gpu(settings, gpus)
+    if gpus or settings["cpu"]:
+        return ("cuda", gpus) if gpus else ("cpu", 0)
+    tpus = _count_tpus()
+    if settings["tpu"] and not tpus:
+        raise RuntimeError(
+            f"{settings.origin('tpu').where} needs a TPU, but "
+            f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
+            "machine with a TPU and torch_tpu, or remove it to use the best device of this machine."
+        )
+    return ("tpu", tpus) if tpus else ("cpu", 0)
 
 
 def _visible(settings: Settings) -> dict[str, str]:
@@ -206,6 +231,19 @@ def _count_gpus() -> int:
     return count("cuda")
 
 
+def _has_torch_tpu() -> bool:
+    return importlib.util.find_spec("torch_tpu") is not None
+
+
+def _count_tpus() -> int:
+    """Return the number of TPUs that torch_tpu sees, without importing torch if it is not installed."""
+    if not _has_torch_tpu():
+        return 0
+    from ..processes.devices import count
+
+    return count("tpu")
+
+
 def _is_gpu(device: Path) -> bool:
     name = device.name
     return name in ("kfd", "dxg") or (name.startswith("nv") and not name.startswith(("nvme", "nvram")))
@@ -223,12 +261,12 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
     )
 
 
-def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
+def _processes(settings: Settings, kind: str, present: int) -> tuple[int, str]:
     """Return the number of processes on this machine, and where that number comes from."""
     asked, machines = settings["num_processes"], settings["num_machines"]
     if asked is None:
-        why = "one for each visible GPU" if gpus else _why_no_gpu(settings)
-        return max(gpus, 1), why
+        why = f"one for each visible {_TITLES[kind]}" if present else _why_no_gpu(settings)
+        return max(present, 1), why
     where = settings.origin("num_processes").where
     if asked % machines:
         raise ValueError(
@@ -236,14 +274,14 @@ def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
             f"{machines}, because the number includes the processes on all machines."
         )
     local = asked // machines
-    if gpus and local > gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if present and local > present:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if kind == "cuda" else None
         raise ValueError(
-            f"{where} needs {local} GPUs on this machine, but torch sees {gpus}"
-            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Use at most {gpus} processes per "
-            "machine, or add --cpu to run them on the CPU."
+            f"{where} needs {local} {_TITLES[kind]}s on this machine, but torch sees {present}"
+            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Use at most {present} processes "
+            "per machine, or add --cpu to run them on the CPU."
         )
-    return local, f"{where}{'' if gpus else '; ' + _why_no_gpu(settings)}"
+    return local, f"{where}{'' if present else '; ' + _why_no_gpu(settings)}"
 
 
 def _why_no_gpu(settings: Settings) -> str:
@@ -291,7 +329,7 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
 class _Announcement:
     """Reports, once, what the launcher chose and why."""
 
-    def __init__(self, plan: _Plan, settings: Settings, quiet: bool) -> None:
+    def __init__(self, plan: _LaunchPlan, settings: Settings, quiet: bool) -> None:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:
@@ -299,13 +337,13 @@ class _Announcement:
         if self.quiet:
             return
         plan, count = self.plan, self.plan.num_processes
-        device = "the CPU" if plan.kind == "cpu" else "GPUs"
+        device = "the CPU" if plan.kind == "cpu" else f"{_TITLES[plan.kind]}s"
         parts = [f"{count} process{'es' * (count > 1)} on {device} ({plan.why})"]
         if plan.num_machines > 1:
             rank = self.settings["machine_rank"]
             parts[0] += f", machine {rank} of {plan.num_machines}"
         if not plan.is_one:
-            parts.append("backend gloo" if plan.kind == "cpu" else "backend nccl, and gloo for CPU tensors")
+            parts.append(f"backend {_BACKENDS[plan.kind]}")
         parts.append(plan.threads)
         if port is not None:
             origin = self.settings.origin("main_process_port")

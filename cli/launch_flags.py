@@ -17,14 +17,14 @@ _GROUPS = {
     "data": "data",
     "logging": "logging",
 }
-_TPU = "Paceline runs on devices that torch itself supports: CPU, CUDA and ROCm GPUs, Apple MPS. Remove the flag"
+_TPU = "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove the flag"
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = "8-bit training uses torchao. Use --mixed_precision fp8, and set details with AORecipeKwargs in the script"
 _AWS = "launching on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
 #: Accelerate's flags that are not supported, and what to do instead. Flags with ``=`` take a value.
 _REFUSED = {
-    "tpu tpu_cluster no_tpu_cluster tpu_use_sudo vm= env= main_training_function= downcast_bf16": _TPU,
+    "tpu_cluster no_tpu_cluster tpu_use_sudo vm= env= main_training_function= downcast_bf16": _TPU,
     "use_megatron_lm megatron_lm_tp_degree= megatron_lm_use_custom_fsdp= megatron_lm_no_load_optim= "
     "megatron_lm_eod_mask_loss= megatron_lm_overlap_cpu_optimizer_d2h_h2d= megatron_lm_no_save_optim= "
     "megatron_lm_optimizer_cpu_offload= megatron_lm_use_precision_aware_optimizer= "
@@ -71,7 +71,7 @@ def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
         "Flags come before the script; everything after it is passed to the script. A flag may use - instead of _.\n"
-        "These flags are not supported, and a message says what to do instead: --tpu, --use_megatron_lm, "
+        "These flags are not supported, and a message says what to do instead: --tpu_*, --use_megatron_lm, "
         "--megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
     parser.add_argument("script", help="the file to run; with -m a module, with --no_python any program")

@@ -33,8 +33,8 @@ _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 _NOT_HERE = {
     "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
-    "tpu-config": "there is nothing to configure: Paceline runs on devices that torch itself supports (CPU, CUDA and "
-    "ROCm GPUs, Apple MPS), not on TPUs. Use one of those",
+    "tpu-config": "it runs commands on the machines of a TPU pod. On each of them, run paceline launch --tpu with "
+    "--num_machines, --machine_rank and --main_process_ip",
 }
 
 #: Exit status of a command that failed.

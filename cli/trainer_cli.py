@@ -186,6 +186,7 @@ class TrainerCLI:
         self.subclass_mode_data = datamodule_class is None or subclass_mode_data
         self._subparsers: dict[str, ArgumentParser] = {}
         self._method_arguments: dict[str, list[str]] = {}
+        self._args = args
         of_subcommands = {name: self.parser_kwargs.get(name, {}) for name in self.subcommands()}
         of_main = {name: value for name, value in self.parser_kwargs.items() if name not in of_subcommands}
         self.setup_parser(run, of_main, of_subcommands)
@@ -214,7 +215,9 @@ class TrainerCLI:
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
         """Create :attr:`parser`, and add to it either the subcommands or the arguments."""
-        self.parser = self.init_parser(**main_kwargs)
+        needed = self._needed_subcommands() if add_subcommands else ()
+        light = {"short_names": False}
+        self.parser = self.init_parser(**(light if add_subcommands and not needed else {}), **main_kwargs)
         if not add_subcommands:
             self._add_arguments(self.parser)
             return
@@ -222,11 +225,21 @@ class TrainerCLI:
         subcommands = self.parser.add_subcommands()
         for name, skip in self.subcommands().items():
             help_line = (getattr(owner, name).__doc__ or "").strip().partition("\n")[0]
-            parser = self._subparsers[name] = self.init_parser(**{"description": help_line, **subparser_kwargs[name]})
-            self._add_arguments(parser)
-            added = self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
-            parser.set_defaults({one: SUPPRESS for one in added if one in _ONLY_IF_GIVEN})
+            settings = {"description": help_line, **({} if name in needed else light), **subparser_kwargs[name]}
+            parser = self._subparsers[name] = self.init_parser(**settings)
+            if name in needed:
+                self._add_arguments(parser)
+                added = self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
+                parser.set_defaults({one: SUPPRESS for one in added if one in _ONLY_IF_GIVEN})
             subcommands.add_subcommand(name, parser, help=help_line)
+
+    def _needed_subcommands(self) -> list[str]:
+        """Return the subcommands whose arguments are needed: all, or only the named ones if help is asked for."""
+        names = list(self.subcommands())
+        words = sys.argv[1:] if self._args is None else self._args
+        if not isinstance(words, list) or {"-h", "--help"}.isdisjoint(words):
+            return names
+        return [name for name in names if name in words]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,12 @@ class Target:
     def value(self) -> Any:
         """Return the object that the name refers to."""
         return getattr(self.owner(), self.name) if self.name else self.owner()
+
+
+def surface(package: str) -> dict[str, str]:
+    """Return the public names of ``lightning`` or ``accelerate`` by module, separated by spaces."""
+    lines = Path(__file__).with_name(package).joinpath("surface.txt").read_text().splitlines()
+    return {module: names.strip() for module, _, names in (line.partition(":") for line in lines)}
 
 
 def _nothing_else(name: str) -> Any:

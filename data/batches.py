@@ -187,7 +187,7 @@ class Batches:
             batch = following
 
 
-class HandOver:
+class StepIterator:
     """The iterator passed to steps that take ``dataloader_iter`` and fetch batches themselves.
 
     The loop iterates over this object, which yields itself once per step.
@@ -222,12 +222,12 @@ class HandOver:
         """Stop iterating."""
         self._batches.close()
 
-    def __iter__(self) -> Iterator[HandOver]:
+    def __iter__(self) -> Iterator[StepIterator]:
         self._iterator = iter(self._batches)  # start fetching now, not with the first batch
         self.taken = 0
         return self._turns()
 
-    def _turns(self) -> Iterator[HandOver]:
+    def _turns(self) -> Iterator[StepIterator]:
         while not self.exhausted:
             yield self
 

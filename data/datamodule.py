@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
+from ..devices.kinds import present
 from ..processes import device_transfer
 from .combined_loader import length_of
 
@@ -205,7 +206,7 @@ class _LoaderOf:
             batch_size=self._batch_size,
             shuffle=self._shuffle and not isinstance(dataset, IterableDataset),
             num_workers=self._num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=present().overlaps_copies(),
         )
 
 

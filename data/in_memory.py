@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from ..torch_private import makes_torchs_iterators
 
 
-class Rows:
+class TensorRows:
     """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as rows of tensors.
 
     Args:
@@ -47,10 +47,10 @@ class Rows:
             yield [tensor.pin_memory() for tensor in batch] if pinned else batch
 
 
-def rows_of(loader: DataLoader[Any]) -> Rows | None:
-    """Return the :class:`Rows` of a loader if indexing entire batches gives the same batches as torch; otherwise None.
+def rows_of(loader: DataLoader[Any]) -> TensorRows | None:
+    """Return a loader's :class:`TensorRows`, or None if indexing entire batches would give other batches than torch.
 
-    That is the case if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
+    They are the same if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
     (``random_split``) on the CPU, and torch's own iterator and ``default_collate`` create the batches.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:
@@ -67,7 +67,7 @@ def rows_of(loader: DataLoader[Any]) -> Rows | None:
         data = data.dataset
     if type(data) is not TensorDataset or not all(map(_is_plain, data.tensors)):
         return None
-    return Rows(loader.dataset, data.tensors, places)
+    return TensorRows(loader.dataset, data.tensors, places)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -36,10 +36,13 @@ from .combined_loader import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
 from .sample_order import RUN_NOTHING, cuts, from_item
 from .streams import counts_ranks_at_creation, num_ranks_of, splits_shards
-from .uneven_shards import Division, Part, Shard
+from .uneven_shards import Division, RoundShare, Shard
 
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+#: Attributes for the number of ranks, one of which a sampler that splits the samples by rank has (torch, transformers).
+_RANKS = ("num_replicas", "world_size", "dp_size")
 
 
 def shard_training(loader: Any, rank: int, world: int) -> Any:
@@ -52,8 +55,8 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be sharded by process. If workers read an iterable dataset, each worker has its own stream
-    with its own end, and only the end of the last stream is weighted exactly.
+    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately,
+    and only the last batch of the stream that ends last is weighted exactly.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually.
@@ -318,7 +321,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
     return replaced(loader, **{place: sampler}, paceline_whole=loader)
 
 
-def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
+def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[RoundShare]:
     """Yield this rank's parts of the items of ``source``, which draws from private RNG states if a seed is given.
 
     The first ``start`` items, which must be full rounds, are skipped.
@@ -359,7 +362,7 @@ def is_split(loader: Any) -> bool:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
-    if any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers_of(loader)):
+    if any(hasattr(one, "rank") and any(hasattr(one, name) for name in _RANKS) for one in samplers_of(loader)):
         return True
     if not isinstance(dataset, IterableDataset):
         return False

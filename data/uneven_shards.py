@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 
-class Part(NamedTuple):
+class RoundShare(NamedTuple):
     """The items that one process takes in one round.
 
     Attributes:
@@ -56,7 +56,7 @@ class Division:
         """The number of items in a full round."""
         return self.world * self.size
 
-    def parts(self, items: Iterator[Any]) -> Iterator[Part]:
+    def parts(self, items: Iterator[Any]) -> Iterator[RoundShare]:
         """Yield this rank's parts of a stream. The stream is read only as far as the next part requires."""
         take = _taker(items)
         chunk = take(self.round_size)
@@ -66,10 +66,10 @@ class Division:
                 following = take(self.world)
                 if 0 < len(following) < self.world:
                     both = chunk + following
-                    yield Part(self._spread(both[: -self.world]), 1.0)
-                    yield Part([both[self.rank - self.world]], 1.0)
+                    yield RoundShare(self._spread(both[: -self.world]), 1.0)
+                    yield RoundShare([both[self.rank - self.world]], 1.0)
                     return
-            yield Part(chunk[self.rank * self.size : (self.rank + 1) * self.size], 1.0)
+            yield RoundShare(chunk[self.rank * self.size : (self.rank + 1) * self.size], 1.0)
             chunk = following + take(self.round_size - len(following))
         last = self._last(chunk)
         if last is not None:
@@ -100,19 +100,19 @@ class Division:
     def _may_balance(self) -> bool:
         return self.evaluation and self.size > 1 and not self.drop_last
 
-    def _last(self, rest: Sequence[Any]) -> Part | None:
+    def _last(self, rest: Sequence[Any]) -> RoundShare | None:
         """Return this rank's share of an incomplete last round; None if there is no such round."""
         if self.drop_last:
             present = len(rest) // self.size if self.evaluation else 0
             own = min(self.rank, present - 1)
             share = 1.0 if self.rank < present else 0.0
-            return Part(rest[own * self.size : (own + 1) * self.size], share) if present else None
+            return RoundShare(rest[own * self.size : (own + 1) * self.size], share) if present else None
         if not rest:
             return None
         part = self._spread(rest)
         if not part:
-            return Part(rest[-1:], 0.0) if self.repeats else None
-        return Part(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
+            return RoundShare(rest[-1:], 0.0) if self.repeats else None
+        return RoundShare(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
 
     def _spread(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return this rank's share of items that are spread evenly; the first ranks may get one item more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..devices.kinds import kind_of
 from .finding import Case, Finding, duration, faster, percent
 from .measurements import Facts
 
@@ -118,7 +119,7 @@ def pageable_copies(case: Case) -> Finding | None:
     """Report that batches are copied to a GPU from memory that is not pinned."""
     facts = case[0]
     share = max(facts.share("copy") for facts in case)
-    if facts.device != "cuda" or facts.loader.get("pin_memory") is not False or share < COPIES:
+    if not kind_of(facts.device).overlaps_copies() or facts.loader.get("pin_memory") is not False or share < COPIES:
         return None
     return Finding(
         "pageable_copies",

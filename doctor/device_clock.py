@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
-
-import torch
 
 from .step_clock import PARTS
 
@@ -24,16 +21,15 @@ class DeviceClock:
     of them has completed.
 
     Args:
-        event: function that creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; None
-            uses CUDA events.
+        event: function that creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms.
 
     Attributes:
         seconds: seconds by part, summed over all steps read.
         steps: number of steps read.
     """
 
-    def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        self._event = event or partial(torch.cuda.Event, enable_timing=True)
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
         self._open: list[tuple[int, Any]] = []
         self._waiting: deque[list[tuple[int, Any]]] = deque()
         self._free: list[Any] = []

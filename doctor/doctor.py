@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..data.batches import batch_size_of
+from ..devices.kinds import kind_of
 from ..profilers.base import Profiler
 from .device_clock import EVERY, DeviceClock
 from .measurements import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
@@ -21,7 +22,7 @@ from .watches import Collections, Compilations, StepWatch
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
-    from .own_loop import Wiring
+    from .own_loop import OwnLoop
 
 T = TypeVar("T")
 _END = object()
@@ -121,7 +122,7 @@ class Doctor(Profiler):
         self._communication: dict[str, float] = {}
         self._hooks: dict[str, float] = {}
         self._updates, self._batch_size = 0, None
-        self.subject: TrainerSubject | Wiring | None = None
+        self.subject: TrainerSubject | OwnLoop | None = None
         self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,11 +211,12 @@ class Doctor(Profiler):
         if self._stage == "fit":
             self.begin(TrainerSubject(trainer))
 
-    def begin(self, subject: TrainerSubject | Wiring) -> None:
+    def begin(self, subject: TrainerSubject | OwnLoop) -> None:
         """Start measuring. Called right before the first step."""
         self.subject = subject
-        if subject.strategy.device.type == "cuda":
-            self.device_clock = DeviceClock()
+        kind = kind_of(subject.strategy.device)
+        if kind.has_timed_events():
+            self.device_clock = DeviceClock(partial(kind.new_event, timed=True))
         self.step_watch = StepWatch() if self.operators and not subject.is_compiled else None
         self.compilations.begin()
         subject.measure_communication()
@@ -311,16 +313,16 @@ class Doctor(Profiler):
             scale = facts.steps / device.steps
             facts.device_seconds = {name: device.seconds[i] * scale for i, name in enumerate(PARTS)}
 
-    def _of_subject(self, facts: Facts, subject: TrainerSubject | Wiring) -> None:
+    def _of_subject(self, facts: Facts, subject: TrainerSubject | OwnLoop) -> None:
         strategy = subject.strategy
         facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
         facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
         facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
-        if facts.device == "cuda":
-            facts.device_name = torch.cuda.get_device_name(strategy.device)
+        if facts.device != "cpu":
+            facts.device_name = kind_of(strategy.device).name_of(strategy.device)
         done = self.clock.totals[STEPS] - WARM_UP  # a long run keeps only its newest rows
         kept = facts.steps / done if done > 0 else 0.0
-        facts.updates = round((subject.updates - self._updates) * kept)
+        facts.updates = max(0, round((subject.updates - self._updates) * kept))
         facts.collection_seconds *= kept
         took = {name: (took - self._hooks.get(name, 0.0)) * kept for name, took in self.clock.hooks.items()}
         facts.hooks = dict(sorted(took.items(), key=lambda item: -item[1])[:MOST_HOOKS])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ..devices.kinds import kind_of
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
 
@@ -167,10 +168,11 @@ def memory_of(device: torch.device) -> dict[str, float]:
                 found[name] = int(match.group(1)) * 1024.0
     except OSError:
         pass
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
+    kind = kind_of(device)
+    if kind.counts_memory():
+        stats = kind.stats(device)
         found |= {
-            "total": float(torch.cuda.get_device_properties(device).total_memory),
+            "total": float(kind.total_memory(device) or 0),
             "peak_allocated": float(stats.get("allocated_bytes.all.peak", 0)),
             "peak_reserved": float(stats.get("reserved_bytes.all.peak", 0)),
             "retries": float(stats.get("num_alloc_retries", 0)),
@@ -180,15 +182,10 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 def numa_of(device: torch.device) -> dict[str, Any]:
     """Return a GPU's NUMA node, and how many of this process's cores are on it."""
-    if device.type != "cuda":
+    node = kind_of(device).numa_node(device)
+    if node is None:
         return {}
-    properties: Any = torch.cuda.get_device_properties(device)
-    places = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in places:
-        return {}
-    address = "{:04x}:{:02x}:{:02x}.0".format(*places)
     try:
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         near = parse((NODES / f"node{node}" / "cpulist").read_text()) if node >= 0 else set[int]()
     except (OSError, ValueError):
         return {}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from .. import messages
 from ..strategies.base import Strategy
@@ -22,34 +20,21 @@ from .subject import has_compiled
 if TYPE_CHECKING:
     from ..accelerator.accelerator import Accelerator
 
-#: Methods of the Accelerator and the part of a step that each belongs to.
-_METHODS = {
-    "backward": "backward",
-    "clip_grad_norm_": "optimizer",
-    "clip_grad_value_": "optimizer",
-    "gather": "communication",
-    "gather_for_metrics": "communication",
-    "reduce": "communication",
-    "pad_across_processes": "communication",
-    "wait_for_everyone": "communication",
-    "log": "logging",
-    "save_state": "checkpoint",
-    "save_model": "checkpoint",
-    "save": "checkpoint",
-}
+T = TypeVar("T")
+
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
-class Wiring:
-    """Wraps prepared objects to time them, and provides the doctor with facts about the loop."""
+class OwnLoop:
+    """Times an Accelerator's methods and what it prepares, and gives the doctor the facts about the user's loop.
+
+    The Accelerator asks for this while it binds its methods, models, optimizers and loaders.
+    """
 
     own_loop = True
 
     def __init__(self, accelerator: Accelerator, examiner: Doctor) -> None:
         self.accelerator, self.examiner = accelerator, examiner
-        self.updates = 0
-        self._wrapped: list[tuple[Any, str, bool, Any]] = []
-        self._seen: set[int] = set()
         self._trained: Any = None
 
     @contextmanager
@@ -62,20 +47,28 @@ class Wiring:
         examiner = self.examiner
         examiner.setup("fit", self.accelerator.local_process_index, self.accelerator.project_dir)
         try:
-            self.wrap()
-            examiner.begin(self)
+            self.begin()
             try:
                 yield examiner
             except BaseException:
-                self.unwrap()
+                self.stop()
                 _judge_what_is_done(examiner)
                 raise
-            self.unwrap()  # the printing and communication below are not part of the loop
+            self.stop()  # the printing and communication below are not part of the loop
             examiner.end()
             examiner.describe()
         finally:
-            self.unwrap()
+            self.stop()
             examiner.teardown("fit")
+
+    def begin(self) -> None:
+        """Begin to time the loop."""
+        self.accelerator.observe(*self.accelerator.gradient_state.observers, self)
+        self.examiner.begin(self)
+
+    def stop(self) -> None:
+        """Time nothing any more."""
+        self.accelerator.observe(*(one for one in self.accelerator.gradient_state.observers if one is not self))
 
     # ---- facts for the doctor ---------------------------------------------------------------------------------------
 
@@ -118,56 +111,42 @@ class Wiring:
         loaders = self.accelerator.prepared.loaders
         return self._trained or (loaders[0] if loaders else None)
 
-    # ---- wrapping ---------------------------------------------------------------------------------------------------
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, counted by the first optimizer."""
+        return next((optimizer.updates for optimizer in self.accelerator.prepared.optimizers), 0)
 
-    def wrap(self) -> None:
-        """Wrap everything that has been prepared so far."""
-        accelerator, clock = self.accelerator, self.examiner.clock
-        for name, part in _METHODS.items():
-            self._set(accelerator, name, clock.around(part, getattr(accelerator, name)))
-        self._set(accelerator, "prepare", partial(self._prepare, accelerator.prepare))
-        self._wrap_prepared()
+    # ---- while the Accelerator binds ---------------------------------------------------------------------------------
 
-    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **options: Any) -> Any:
-        found = prepare(*objects, **options)
-        self._wrap_prepared()
-        self.measure_communication()
-        return found
+    def around(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
+        """Return ``function`` with its time counted toward a part of the step."""
+        return self.examiner.clock.around(part, function)
 
-    def _wrap_prepared(self) -> None:
-        accelerator, clock = self.accelerator, self.examiner.clock
-        for module in self._new(accelerator.prepared.models):
-            self._set(module, "forward", clock.around("forward", module.forward))
-        for optimizer in self._new(accelerator.prepared.optimizers):
-            first = optimizer is accelerator.prepared.optimizers[0]
-            step = self._counting(optimizer.step) if first else optimizer.step
-            self._set(optimizer, "step", clock.around("optimizer", step))
-            self._set(optimizer, "zero_grad", clock.around("optimizer", optimizer.zero_grad))
-        for loader in self._new(accelerator.prepared.loaders):
-            self._set(loader, "_hand_out", partial(self._pass, loader, loader._hand_out))
+    def loader_to_prepare(self, loader: Any) -> Any:
+        """Return the loader to prepare instead of the user's ``loader``."""
+        return loader
 
-    def _new(self, objects: Sequence[Any]) -> list[Any]:
-        found = [one for one in objects if id(one) not in self._seen]
-        self._seen |= {id(one) for one in found}
-        return found
+    def one_pass(self, loader: Any, hand_out: Callable[..., Generator[Any]], iterator: Iterator[Any]) -> Generator[Any]:
+        """Measure a pass over a loader; it counts as evaluation if every model is in eval mode.
 
-    def _counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        state = self.accelerator.gradient_state
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.updates += state.sync_gradients
-            return step(*args, **kwargs)
-
-        return counted
-
-    def _pass(self, loader: Any, hand_out: Callable[..., Iterator[Any]], one: Any, iterator: Iterator[Any]) -> Any:
-        """Measure a pass over a loader; it counts as evaluation if every model is in eval mode."""
+        Args:
+            loader: the prepared loader.
+            hand_out: yields the batches of an iterator to the loop.
+            iterator: the batches on their device.
+        """
         if self.modules and not any(module.training for module in self.modules):
-            return self._evaluation(hand_out(one, iterator))
+            return self._evaluation(hand_out(iterator))
         self._trained = loader
-        return hand_out(one, self.examiner.iterate(_FETCH, iterator))
+        return hand_out(self.batches(iterator))
 
-    def _evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a training pass, with the time that the loop waits for each."""
+        return self.examiner.iterate(_FETCH, iterator)
+
+    def training_ends(self) -> None:
+        """Called by ``accelerator.end_training()``."""
+
+    def _evaluation(self, batches: Iterator[Any]) -> Generator[Any]:
         """Yield the batches; all time until the last batch has been processed counts as evaluation."""
         clock = self.examiner.clock
         before, clock.held = clock.enter(INDEX["evaluation"]), True
@@ -177,22 +156,8 @@ class Wiring:
             clock.held = False
             clock.enter(before)
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        own = vars(owner)
-        self._wrapped.append((owner, name, name in own, own.get(name)))
-        own[name] = value
 
-    def unwrap(self) -> None:
-        """Undo all wrapping."""
-        while self._wrapped:
-            owner, name, had, value = self._wrapped.pop()
-            if had:
-                vars(owner)[name] = value
-            else:
-                vars(owner).pop(name, None)
-
-
-class PlannedLoop(Wiring):
+class PlannedLoop(OwnLoop):
     """A loop in a script that ``paceline doctor`` runs.
 
     The loop is measured until it has processed the plan's number of batches or training ends. Then the report is
@@ -210,38 +175,28 @@ class PlannedLoop(Wiring):
     def start(self) -> None:
         """Start measuring."""
         self.examiner.setup("fit", self.accelerator.local_process_index)
-        self.wrap()
-        self.examiner.begin(self)
-        vars(self.examiner)["iterate"] = partial(self._limited, self.examiner.iterate)
-        own = vars(self.accelerator)
-        if self._change:
-            own["prepare"] = partial(self._prepare_changed, own["prepare"])
-        own["end_training"] = partial(self._end, self.accelerator.end_training)
+        self.begin()
         atexit.register(self._finish_if_it_went_well)
 
-    def _prepare_changed(self, prepare: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+    def loader_to_prepare(self, loader: Any) -> Any:
         from .script_run import changed
 
-        return prepare(
-            *(changed(one, **self._change) if isinstance(one, DataLoader) else one for one in objects), **options
-        )
+        return changed(loader, **self._change) if self._change else loader
 
-    def _limited(self, iterate: Callable[..., Iterator[Any]], action: str, iterator: Any) -> Iterator[Any]:
-        for batch in iterate(action, iterator):
+    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches, and exit the program when there have been enough."""
+        for batch in super().batches(iterator):
             yield batch
             self._plan.steps -= 1
             if self._plan.steps <= 0:
-                self._finish()
+                self.training_ends()
                 raise SystemExit(0)
 
-    def _end(self, end_training: Callable[[], None]) -> None:
-        self._finish()
-        end_training()
-
-    def _finish(self) -> None:
+    def training_ends(self) -> None:
+        """Write the report."""
         if not self._done:
             self._done = True
-            self.unwrap()
+            self.stop()
             self.examiner.end()
             self.examiner.describe()
             self.examiner.teardown("fit")
@@ -249,7 +204,7 @@ class PlannedLoop(Wiring):
     def _finish_if_it_went_well(self) -> None:
         """Write the report when the program ends, unless it failed. Writing the report needs every process."""
         if getattr(sys, "last_value", None) is None:
-            self._finish()
+            self.training_ends()
 
 
 def _judge_what_is_done(examiner: Doctor) -> None:

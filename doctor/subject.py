@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSubject:
-    """Provides facts about a Trainer's fit. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
+    """Provides facts about a Trainer's fit. :class:`.own_loop.OwnLoop` has the same members for a user's own loop."""
 
     #: Whether the loop is the user's, without a Trainer.
     own_loop = False

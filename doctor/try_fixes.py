@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..devices.kinds import kind_of
 from .data_findings import cores_each, wanted_workers
 from .measurements import Facts
 from .report import Report
@@ -22,7 +23,7 @@ def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
         sweep = {0, 1, 2, 4, 8, 16, cores, min(wanted_workers(facts), cores)}
         for count in sorted(count for count in sweep if count <= cores and count != workers):
             yield "num_workers", f"num_workers={count} (was {workers})", {"num_workers": count}
-        if facts.device == "cuda" and not loader.get("pin_memory"):
+        if kind_of(facts.device).overlaps_copies() and not loader.get("pin_memory"):
             yield "pin_memory", "pin_memory=True", {"pin_memory": True}
         if loader.get("batch_size"):
             for factor in (2, 4):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import messages
+from ..devices.kinds import CUDA_KIND
 from ..torch_private import TorchDispatchMode, compiler_is_loaded, find_unique, off_compiling, on_compiling, read_number
 from .step_clock import INDEX, Clock
 
@@ -52,7 +53,7 @@ class StepWatch(TorchDispatchMode):
     """Counts a step's operators, and records the user's lines where the host would wait for a GPU.
 
     Watching makes a step much slower, so only two warmup steps are watched. On a GPU, torch itself reports where the
-    host waits (``torch.cuda.set_sync_debug_mode``), including waits that do not show up as operators.
+    host waits, including waits that do not show up as operators.
 
     Attributes:
         operators: number of operators so far.
@@ -68,7 +69,7 @@ class StepWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
         what = _WAITS.get(func.overloadpacket)
-        if what is not None and not torch.cuda.is_initialized():
+        if what is not None and not CUDA_KIND.is_initialized():
             self._note(what)
         return func(*args, **(kwargs or {}))
 
@@ -80,13 +81,13 @@ class StepWatch(TorchDispatchMode):
     def begin(self) -> None:
         """Start watching a step."""
         self.steps += 1
-        if torch.cuda.is_initialized():
+        if CUDA_KIND.is_initialized():
             self._listen()
         self.__enter__()
         self._undo.append(lambda: self.__exit__(None, None, None))
 
     def _listen(self) -> None:
-        before, kept = torch.cuda.get_sync_debug_mode(), warnings.catch_warnings()
+        kept, waits = warnings.catch_warnings(), CUDA_KIND.reporting_waits()
         kept.__enter__()
         warnings.simplefilter("always")
         then = warnings.showwarning
@@ -98,8 +99,8 @@ class StepWatch(TorchDispatchMode):
                 then(message, *args, **kwargs)
 
         warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
-        self._undo += [lambda: kept.__exit__(None, None, None), lambda: torch.cuda.set_sync_debug_mode(before)]
+        waits.__enter__()
+        self._undo += [lambda: kept.__exit__(None, None, None), lambda: waits.__exit__(None, None, None)]
 
     def end(self) -> None:
         """Stop watching the step, also after an error; a second call does nothing."""

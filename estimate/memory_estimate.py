@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
     from ..strategies.precision.base import Precision
     from ..strategies.precision.choose import PrecisionAlias, PrecisionName
-    from .tensor_lifetimes import Moment
+    from .tensor_lifetimes import MemoryUse
 
 _SINGLE = ("auto", *SingleDevice.names)
 _NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if file in ("ddp", "fsdp.strategy")))
@@ -177,7 +177,7 @@ def estimate_strategies(
     return found
 
 
-class _Plan(NamedTuple):
+class _SimulationPlan(NamedTuple):
     """The strategy to simulate, and how to adjust the simulated result."""
 
     name: str
@@ -194,10 +194,10 @@ class _Plan(NamedTuple):
         return type(self.strategy) if self.shared else id(self.strategy)
 
 
-def _plan(asked: Any, precision: Any, processes: int, device: torch.device, checkpointing: Any) -> _Plan:
+def _plan(asked: Any, precision: Any, processes: int, device: torch.device, checkpointing: Any) -> _SimulationPlan:
     chosen = _precision(precision, device)
     if isinstance(asked, str) and asked in _SINGLE:
-        return _Plan("single_device", SingleDevice(device, chosen), checkpointing)
+        return _SimulationPlan("single_device", SingleDevice(device, chosen), checkpointing)
     by_name = isinstance(asked, str)
     if isinstance(asked, str):
         if asked not in _NAMES:
@@ -207,7 +207,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         found = copy.copy(asked)
     if isinstance(found, DDPStrategy):
         views = bool(found.ddp_options.get("gradient_as_bucket_view"))
-        return _Plan("ddp", SingleDevice(device, chosen), checkpointing, True, buckets=True, views=views)
+        return _SimulationPlan("ddp", SingleDevice(device, chosen), checkpointing, True, buckets=True, views=views)
     if type(found) is not FSDPStrategy:
         raise ValueError(
             f"estimate_memory does not support strategy={type(found).__name__}. Pass a DDPStrategy, an "
@@ -222,11 +222,16 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
     DistributedStrategy.place(found, [device] * processes)
     found._cluster = None  # otherwise the strategy would use this process's launcher
     found._mesh_shape()
-    return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
+    return _SimulationPlan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
 def _precision(asked: Any, device: torch.device) -> Precision:
     found = choose_precision(asked, None, device.type)
+    if found.quantizes:
+        raise ValueError(
+            f"estimate_memory does not support precision={found.name!r}, because weights without values cannot be "
+            "quantized. Use precision='bf16-mixed', and subtract what the frozen weights save."
+        )
     if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
     vars(found)["convert_module"] = lambda module: module  # the copy already has the dtype
@@ -257,7 +262,7 @@ def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
         ) from error
 
 
-def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> MemoryEstimate:
+def _read(rehearsal: Rehearsal, plan: _SimulationPlan, processes: int, batch: Any) -> MemoryEstimate:
     ledger = rehearsal.ledger
     training = ledger.most
     constant: dict[str, int] = {}
@@ -268,7 +273,7 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
     rest = training["weights"] + training["gradients"] + training["optimizer"]
     if plan.offload:
         constant = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
-    peak: Moment = ledger.peak(PHASES.__contains__, constant)
+    peak: MemoryUse = ledger.peak(PHASES.__contains__, constant)
     inference = ledger.peak("inference".__eq__, {"weights": 0} if plan.offload else None)
     return MemoryEstimate(
         precision=rehearsal.strategy.precision.name,

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..processes.device_transfer import in_dtype
-from ..processes.devices import find_kind
+from ..processes.devices import AcceleratorName, find_kind
 from ..strategies.base import Strategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
@@ -151,9 +151,8 @@ class Rehearsal:
         module = self.module
         if not isinstance(module, TrainingModule):
             return
-        trainer = Trainer(
-            max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
-        )
+        kind = cast(AcceleratorName, find_kind(self.strategy.device.type))
+        trainer = Trainer(max_steps=1000, max_epochs=-1, barebones=True, accelerator=kind, devices=1)
         trainer.strategy = self.strategy
         trainer.current_run.hooks = _NoHooks()  # type: ignore[assignment]
         trainer.current_run.module = module

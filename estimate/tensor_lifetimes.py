@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "g
 _PATCHING = threading.RLock()
 
 
-class Moment(NamedTuple):
+class MemoryUse(NamedTuple):
     """The memory in use at one moment.
 
     Attributes:
@@ -155,7 +155,7 @@ class Ledger(TorchDispatchMode):
                 most[kind] = max(most[kind], now[kind])
         return most
 
-    def peak(self, counts: Callable[[str], bool], constant: dict[str, int] | None = None) -> Moment:
+    def peak(self, counts: Callable[[str], bool], constant: dict[str, int] | None = None) -> MemoryUse:
         """Return the moment with the highest memory use.
 
         Args:
@@ -165,7 +165,7 @@ class Ledger(TorchDispatchMode):
         constant = constant or {}
         now = dict.fromkeys(KINDS, 0) | constant
         total = sum(constant.values())
-        best = Moment(0, dict(now), "")
+        best = MemoryUse(0, dict(now), "")
         starts, names = zip(*self.phases, strict=True)
         for index, (number, grown) in enumerate(self._events):
             kind = self._kinds.get(number, "temporary")
@@ -174,7 +174,7 @@ class Ledger(TorchDispatchMode):
             now[kind] += grown
             total += grown
             if total > best.bytes and counts(names[bisect_right(starts, index) - 1]):
-                best = Moment(total, dict(now), names[bisect_right(starts, index) - 1])
+                best = MemoryUse(total, dict(now), names[bisect_right(starts, index) - 1])
         return best
 
 

@@ -59,7 +59,7 @@ class CSVLogger(FolderLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values for one step. By default, ``step`` is the previous step plus 1."""
+        """Log values for one step. ``step`` defaults to the last logged step plus 1."""
         self._add(numbers(metrics), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
@@ -134,7 +134,7 @@ class ExperimentWriter:
             self._continue()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values for one step, including ``"epoch"``. By default, ``step`` is the previous step plus 1."""
+        """Add values for one step, including ``"epoch"``. ``step`` defaults to the last logged step plus 1."""
         self.add(numbers(metrics), self._last.get("step", -1) + 1 if step is None else step)
 
     def add(self, values: dict[str, Any], step: int) -> None:

@@ -110,7 +110,7 @@ class ServiceLogger(CheckpointUploads):
         return sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step. By default, ``step`` is the previous step plus 1."""
+        """Log the values of one step. ``step`` defaults to the last logged step plus 1."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:

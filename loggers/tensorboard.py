@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..torch_private import event_writer
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import flat, number
@@ -21,7 +22,7 @@ from .values import flat, number
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
+WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(FolderLogger):
@@ -63,8 +64,8 @@ class TensorBoardLogger(FolderLogger):
         if not messages.is_installed("tensorboard"):
             raise ModuleNotFoundError(messages.missing("TensorBoardLogger", "tensorboard"), name="tensorboard")
         for option in kwargs:
-            if option not in _WRITER_OPTIONS:
-                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, _WRITER_OPTIONS))
+            if option not in WRITER_OPTIONS:
+                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, WRITER_OPTIONS))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
@@ -94,7 +95,7 @@ class TensorBoardLogger(FolderLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values for one step. By default, ``step`` is the previous step plus 1."""
+        """Log values for one step. ``step`` defaults to the last logged step plus 1."""
         new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
         step = self._next_step(step)
         now = time.time()
@@ -117,13 +118,14 @@ class TensorBoardLogger(FolderLogger):
         super().log_hyperparams(params)
         if not self.hparams:
             return
-        self._hparams_due = True
         if metrics:
+            self._hparams_due = True
             self.log_metrics(metrics, step=0)
         elif self._default_hp_metric and messages.is_rank_zero():
             self._default_hp_metric = False
             if not os.path.isdir(self.log_dir) or not any("tfevents" in name for name in os.listdir(self.log_dir)):
-                self.experiment.add_scalar("hp_metric", -1, 0)
+                self.log_metrics({"hp_metric": -1}, None)
+        self._hparams_due = True
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log numbers, dicts of numbers (as curves in one plot) and strings for one step."""
@@ -310,9 +312,13 @@ def _tensorboard(module: str) -> Any:
 @contextlib.contextmanager
 def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    devices = [device] if device.type == "cuda" else []
+    numbered = kind_of(device).is_numbered
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng([device] if numbered else [], device_type=device.type if numbered else "cuda"),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -145,8 +145,14 @@ class WandbLogger(CheckpointUploads):
             self._is_prepared = True
         return self._experiment
 
+    def save(self) -> None:
+        """Wait until wandb's process has received all values, so that killing this process loses none of them."""
+        if self._experiment is not None and self._has_unwritten:
+            # Only a question is answered in order, after everything that was sent before it.
+            self._experiment.summary.keys()
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the values of one step. By default, ``step`` is the previous step."""
+        """Log the values of one step. ``step`` defaults to the last logged step."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of
+from ..devices.kinds import kind_of
 from ..torch_private import local_part, pytree
 from .out_of_memory_retry import is_out_of_memory
 
@@ -46,7 +47,7 @@ ACCELERATOR = Door(
 )
 
 
-class Sizes(NamedTuple):
+class MemorySizes(NamedTuple):
     """Bytes used in this process.
 
     Attributes:
@@ -126,7 +127,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
     place = ", ".join(filter(None, (now.place, samples)))
-    of_whom = "GPU memory" if device.type == "cuda" else "memory of the process"
+    of_whom = "GPU memory" if kind_of(device).counts_memory() else "memory of the process"
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
@@ -140,13 +141,13 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     return found
 
 
-def measure(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> Sizes:
+def measure(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> MemorySizes:
     """Return the sizes of weights, gradients and optimizer state on this process's device."""
     held = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
     trained = [value for value in held.values() if value.requires_grad]
     states = [optimizer.state for optimizer in optimizers]
     leaves = [value for state in states for value in pytree.tree_leaves(list(state.values()))]
-    return Sizes(
+    return MemorySizes(
         _bytes(held.values(), device),
         _bytes((value.grad for value in trained if value.grad is not None), device),
         _bytes((value for value in leaves if isinstance(value, Tensor)), device),
@@ -161,8 +162,8 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 def _highest(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if kind_of(device).counts_memory():
+        return kind_of(device).peak_memory(device)
     try:
         import resource
     except ImportError:  # not available on Windows
@@ -170,7 +171,7 @@ def _highest(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
+def _advice(now: Situation, sizes: MemorySizes) -> Iterator[str]:
     kept, door, full = sizes.kept, now.door, now.strategy.precision.name in ("32-true", "64-true")
     if now.samples is not None and now.samples > 1:
         more = f" with {door.accumulate.format(2 * now.accumulate)}, for the same updates" if now.training else ""
@@ -185,7 +186,7 @@ def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
     yield from _spread(now, sizes)
 
 
-def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
+def _spread(now: Situation, sizes: MemorySizes) -> Iterator[str]:
     """Yield advice on how to move weights, gradients and optimizer state to other processes or to host memory."""
     strategy, door = now.strategy, now.door
     lasting = sizes.lasting if now.training else sizes.weights

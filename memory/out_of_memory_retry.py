@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 
 from .. import messages
+from ..devices.kinds import present
 from ..processes.cpu_memory import give_back_memory
 from .joint_retry import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
@@ -167,9 +168,8 @@ class _Search:
         Any error that is not about memory is raised.
         """
         more = {self.accumulate: self.start // size} if self.accumulate else {}
-        gpu = torch.cuda.is_available()
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
+        device = present()
+        device.reset_peak_memory()
         self.error: Exception | None = None
         try:
             result = self.function(size, *args, **kwargs, **more)
@@ -182,8 +182,8 @@ class _Search:
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
             kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
-            return None, Outcome(kind, str(error), torch.cuda.max_memory_allocated() if gpu else 0)
-        return result, Outcome(DONE, "", torch.cuda.max_memory_allocated() if gpu else 0)
+            return None, Outcome(kind, str(error), device.peak_memory())
+        return result, Outcome(DONE, "", device.peak_memory())
 
     def is_memory_error(self, error: Exception) -> bool:
         """Return True if this is an out-of-memory error, or was caused by one on another rank."""
@@ -237,5 +237,4 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    present().release_cached_memory()

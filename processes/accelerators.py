@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..devices.kinds import reported
 from . import devices
 
 
@@ -66,15 +67,47 @@ class MPSAccelerator(Accelerator):
     name = "mps"
 
 
+class XPUAccelerator(Accelerator):
+    """An Intel GPU."""
+
+    name = "xpu"
+
+
+class TPUAccelerator(Accelerator):
+    """A TPU, through the package ``torch_tpu``."""
+
+    name = "tpu"
+
+
 class _Registry(dict[str, type[Accelerator]]):
     """The device kinds by name."""
+
+    def __missing__(self, name: str) -> type[Accelerator]:
+        """Return the class for a kind that only torch knows, such as ``"npu"``."""
+        if name != reported():
+            raise KeyError(name)
+        return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_OtherKind,), {"name": name}))
 
     def available_accelerators(self) -> list[str]:
         """Return the names of all kinds, including those not available on this machine."""
         return sorted(self)
 
 
-AcceleratorRegistry = _Registry((kind.name, kind) for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator))
+class _OtherKind(Accelerator):
+    """A kind of device that only torch knows by name."""
+
+    def __reduce__(self) -> Any:
+        return _other, (self.name,)
+
+
+_others: dict[str, type[Accelerator]] = {}
+AcceleratorRegistry = _Registry(
+    (kind.name, kind) for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XPUAccelerator, TPUAccelerator)
+)
+
+
+def _other(name: str) -> Accelerator:
+    return AcceleratorRegistry[name]()
 
 
 def _find(wanted: Any, kind: str) -> list[torch.device]:

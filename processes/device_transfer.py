@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import swap_tensors
 
+from ..devices.kinds import kind_of
 from ..torch_private import APPLY
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,8 +40,8 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return a version of ``move`` with its own CUDA stream; None if ``move`` is not a :class:`Mover` to a GPU."""
-    if isinstance(move, Mover) and move.device.type == "cuda":
+    """Return a version of ``move`` with its own stream; None if ``move`` is not a :class:`Mover` that can overlap."""
+    if isinstance(move, Mover) and move.overlaps:
         return SideStream(move)
     return None
 
@@ -48,8 +50,8 @@ class Mover:
     """Moves every tensor of a batch to a device, and floating-point tensors to a dtype.
 
     The handler for a type is chosen when the type is first seen; after that, finding it takes one dict lookup. CPU
-    tensors that are moved to CUDA are pinned and copied without waiting. An object that has its own ``to`` method keeps
-    its dtype, unless it is a mapping or a ``PackedSequence``.
+    tensors are pinned and copied without waiting if the device supports it. An object that has its own ``to`` method
+    keeps its dtype, unless it is a mapping or a ``PackedSequence``.
 
     Args:
         device: the device to move tensors to.
@@ -65,8 +67,9 @@ class Mover:
     ) -> None:
         self.device = device
         self.dtype = dtype
+        self.overlaps = kind_of(device).overlaps_copies()
         self._moved = moved
-        self._tensor = _tensor_function(device, dtype, moved)
+        self._tensor = _tensor_function(device, dtype, moved, self.overlaps)
         self._handlers = _Handlers(self._choose)
         self._handlers.update({tuple: self._tuple, list: self._list, dict: self._dict, Tensor: self._tensor})
 
@@ -139,15 +142,14 @@ class Mover:
 
     def _packed(self, value: Any) -> Any:
         """Move a PackedSequence with its own ``to``, which keeps the lengths on the CPU."""
-        to_cuda = self.device.type == "cuda"
-        if to_cuda and not value.is_cuda:
+        if self.overlaps and value.data.is_cpu:
             value = value.pin_memory()
-        result = value.to(self.device, non_blocking=to_cuda)
+        result = value.to(self.device, non_blocking=self.overlaps)
         return result if self.dtype is None else result.to(in_dtype(result.data.dtype, self.dtype))
 
     def _by_its_own_method(self, kind: Any) -> Callable[[Any], Any]:
         options: dict[str, Any] = {}
-        if self.device.type == "cuda" and _takes(kind.to, "non_blocking"):
+        if self.overlaps and _takes(kind.to, "non_blocking"):
             options["non_blocking"] = True
         device, moved = self.device, self._moved
 
@@ -163,28 +165,28 @@ class Mover:
 
 
 class SideStream:
-    """Moves batches on its own CUDA stream, so that a copy runs while the device is still computing the previous step.
+    """Moves batches on its own stream, so that a copy runs while the device is still computing the previous step.
 
     Call it with a batch, then call :meth:`ready` before using that batch.
     """
 
     def __init__(self, mover: Mover) -> None:
-        self._device = mover.device
-        self._side = torch.cuda.Stream(mover.device)
-        self._main = torch.cuda.current_stream(mover.device)
+        self._device, self._kind = mover.device, kind_of(mover.device)
+        self._side = self._kind.new_stream(mover.device)
+        self._main = self._kind.current_stream(mover.device)
         self._move = Mover(mover.device, mover.dtype, moved=self._used_by_main)
 
     def __call__(self, batch: Any) -> Any:
         """Start moving a batch; the host does not wait."""
-        self._main = torch.cuda.current_stream(self._device)
+        self._main = self._kind.current_stream(self._device)
         # The main stream may still be creating the batch, or using memory that the copies will reuse.
         self._side.wait_stream(self._main)
-        with torch.cuda.stream(self._side):
+        with self._kind.on_stream(self._side):
             return self._move(batch)
 
     def ready(self) -> None:
         """Make the current stream, but not the host, wait for the batches moved so far."""
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        self._kind.current_stream(self._device).wait_stream(self._side)
 
     def _used_by_main(self, tensor: Tensor) -> None:
         tensor.record_stream(self._main)
@@ -208,7 +210,7 @@ def _cached_mover(device: torch.device, dtype: torch.dtype | None) -> Mover:
 
 
 def _tensor_function(
-    device: torch.device, dtype: torch.dtype | None, moved: Callable[[Tensor], None] | None
+    device: torch.device, dtype: torch.dtype | None, moved: Callable[[Tensor], None] | None, overlaps: bool
 ) -> TensorFunction:
     """Build the function that moves one tensor."""
 
@@ -220,7 +222,7 @@ def _tensor_function(
     def copy_waiting(tensor: Tensor) -> Tensor:
         return tensor.to(device)
 
-    copy_tensor = copy_pinned if device.type == "cuda" else copy_waiting
+    copy_tensor = copy_pinned if overlaps else copy_waiting
     if dtype is None and moved is None:
         return copy_tensor
 
@@ -265,3 +267,12 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
     """Convert a module's parameters and buffers. Unlike ``module.to(wanted)``, this keeps imaginary parts."""
     return getattr(module, APPLY)(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer to a device. It stays the same Python object for everything that holds it."""
+    moved = tensor.data.to(device)
+    try:
+        tensor.data = moved
+    except RuntimeError:  # the device's tensors are of another C++ class, as they can be if a package adds the device
+        swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from .. import messages
+from ..devices.kinds import CUDA_KIND, accelerators, kind_of, reported
 from .cpu_memory import give_back_memory
 
 _CGROUP = "/sys/fs/cgroup"
@@ -17,28 +18,20 @@ _CGROUPS = (
     (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory.current"),
     (f"{_CGROUP}/memory/memory.limit_in_bytes", f"{_CGROUP}/memory/memory.usage_in_bytes"),
 )
-AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
+AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps", "xpu", "tpu", "npu", "hpu"]
 ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
-Kind = Literal["cpu", "cuda", "mps"]
-#: Device kinds that ``"gpu"`` can mean, best first.
-_GPUS: tuple[Kind, ...] = ("cuda", "mps")
+#: Device kinds that ``"gpu"`` can mean.
+_GPUS = ("cuda", "mps", "xpu")
 
 
 def num_cuda_devices() -> int:
     """Return the number of CUDA GPUs that this process sees."""
-    return torch.cuda.device_count()
+    return CUDA_KIND.count()
 
 
 def count(kind: str) -> int:
-    """Return the number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees.
-
-    The number is always 1 for the CPU.
-    """
-    if kind == "cuda":
-        return num_cuda_devices()
-    if kind == "mps":
-        return int(torch.backends.mps.is_available())
-    return 1
+    """Return the number of devices of a kind (``"cpu"``, ``"cuda"``, ...) that this process sees; 1 for the CPU."""
+    return num_cuda_devices() if kind == CUDA_KIND.name else kind_of(kind).count()
 
 
 def available_memory() -> int:
@@ -57,44 +50,45 @@ def available_memory() -> int:
     return max(0, free)
 
 
-def find_kind(accelerator: Any) -> Kind:
-    """Return the device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+def find_kind(accelerator: Any) -> str:
+    """Return the device kind for ``Trainer(accelerator=...)``, such as ``"cuda"`` or ``"cpu"``.
 
-    ``"auto"`` prefers CUDA, then MPS, then the CPU; ``"gpu"`` prefers CUDA, then MPS.
+    ``"auto"`` prefers CUDA, then MPS, XPU, TPU and any other accelerator that torch reports, then the CPU; ``"gpu"``
+    prefers CUDA, then MPS and XPU. The name of an accelerator that a package has added to torch selects that one.
     """
     if not isinstance(accelerator, str):
         raise TypeError(
             f"Trainer: accelerator={accelerator!r} is {messages.a(accelerator)}. Pass one of "
             f"{messages.names(ACCELERATORS)}."
         )
-    if accelerator in ("tpu", "xla", "hpu"):
+    if accelerator == "xla":
         raise ValueError(
-            f"Trainer(accelerator={accelerator!r}): Paceline only supports the devices that torch itself supports "
-            "(CPU, CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device on this "
-            "machine."
+            "Trainer(accelerator='xla'): Paceline uses TPUs through torch_tpu, not through torch_xla. Choose 'tpu', or "
+            "'auto' to use the best device on this machine."
         )
-    if accelerator not in ACCELERATORS:
+    if accelerator not in ACCELERATORS and accelerator != reported():
         raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
     if accelerator in ("auto", "gpu"):
-        for kind in _GPUS:
-            if count(kind):
-                return kind
+        for kind in accelerators():
+            if (accelerator == "auto" or kind.name in _GPUS) and count(kind.name):
+                return kind.name
         if accelerator == "gpu":
-            raise RuntimeError(_missing("gpu", "GPU"))
+            raise RuntimeError(_missing("gpu", "GPU", CUDA_KIND.visible_variable))
         return "cpu"
     if not count(accelerator):
-        raise RuntimeError(_missing(accelerator, accelerator.upper() + " device"))
+        kind = kind_of(accelerator)
+        raise RuntimeError(_missing(accelerator, kind.title, kind.visible_variable))
     return accelerator
 
 
-def _missing(accelerator: str, what: str) -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+def _missing(accelerator: str, what: str, variable: str | None) -> str:
+    visible = os.environ.get(variable) if variable is not None else None
+    why = f" ({variable}={visible})" if visible is not None else ""
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
         f"Trainer(accelerator={accelerator!r}): this process sees no {what}{why}, and torch {torch.__version__} is "
-        f"built {build}. "
-        "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build that supports it."
+        f"built {build}. Use accelerator='auto' or 'cpu', make a device visible, or install a torch build (or a "
+        "package for it) that supports this device."
     )
 
 
@@ -125,13 +119,14 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
             )
         return [torch.device("cpu")] * len(indices)
     if max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        variable = kind_of(kind).visible_variable
+        visible = os.environ.get(variable) if variable is not None else None
         raise ValueError(
             f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees "
-            f"{present}{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
+            f"{present}{f' ({variable}={visible})' if visible is not None else ''}. "
             f"Set devices={present} or devices='auto', or make more devices visible."
         )
-    return [torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in indices]
+    return [torch.device(kind, index) if kind_of(kind).is_numbered else torch.device(kind) for index in indices]
 
 
 def _integer(value: Any, given: Any) -> int:

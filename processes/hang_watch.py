@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from .. import messages
 from ..torch_private import default_store
-from .stop_agreement import Run, StopVote
+from .stop_agreement import RunProgress, StopVote
 from .thread_stacks import stacks
 
 #: How long a rank waits in a collective before it reports the wait.
@@ -61,7 +61,7 @@ class Watch:
             self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
             self._thread.start()
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RunProgress) -> None:
         """Start a run; every rank must call this. Other ranks can then ask the run to stop through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:

@@ -66,7 +66,7 @@ _RUNNING = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """Facts about this process that identify its host.
 
     ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
@@ -93,7 +93,7 @@ class Facts:
         return self.module is not None or not (self.file is None or self.file.startswith("<"))
 
 
-def recognize(facts: Facts) -> Host:
+def recognize(facts: HostFacts) -> Host:
     """Return the host that the facts describe."""
     candidates = (
         (facts.kernel, NOTEBOOK),
@@ -119,11 +119,11 @@ def has_file() -> bool:
     return _facts().has_file
 
 
-def _facts() -> Facts:
+def _facts() -> HostFacts:
     main = sys.modules.get("__main__")
     module = getattr(getattr(main, "__spec__", None), "name", None)
     shell = _shell()
-    return Facts(
+    return HostFacts(
         running=frozenset((*_running(), module or "")),
         file=getattr(main, "__file__", None),
         module=module,
@@ -168,18 +168,18 @@ def start_method_in(
 
 def fork_obstacle(devices_kind: str) -> str | None:
     """Return the reason why a fork of this process could not use the device; None if it could."""
-    import torch
+    from ..devices.kinds import kind_of
 
     if not hasattr(os, "fork"):
         return f"{sys.platform} cannot fork a process"
-    if devices_kind == "cuda" and torch.cuda.is_initialized():
-        return "CUDA was already used in this process, and a fork of it cannot use CUDA"
-    return None
+    return kind_of(devices_kind).fork_obstacle()
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
     """Return the error message for a process that cannot be forked, with alternatives that work in this host."""
     fixes = []
+    if "CUDA" not in obstacle and "used in this process" in obstacle:
+        fixes.append(f"{host.restart}, and do not use the device before the run")
     if "CUDA" in obstacle:
         fixes.append(f"{host.restart}, and do not use the GPU before the run (no .cuda(), no .to('cuda'))")
     if host.can_spawn:

@@ -27,6 +27,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from .. import messages
+from ..devices.kinds import kind_of
 from . import hydra_program
 from .host_program import find_host, fork_obstacle, has_file, refusal_to_fork
 from .main_guard import require_main_guard
@@ -36,8 +37,8 @@ from .rank_failure import note_failure as note_failure
 from .rank_failure import register_failure_hook as register_failure_hook
 from .torch_elastic import (
     SIGNALS,
-    Options,
-    Place,
+    ElasticOptions,
+    RendezvousPoint,
     StartMethod,
     environment,
     is_ignored,
@@ -79,10 +80,10 @@ def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", num
 def run(
     command: list[str],
     num_processes: int,
-    place: Place,
+    place: RendezvousPoint,
     devices_kind: str = "cpu",
     numa: bool = False,
-    options: Options | None = None,
+    options: ElasticOptions | None = None,
 ) -> int:
     """Run a command ``num_processes`` times on this machine, wait, and return the status of the first failure.
 
@@ -97,7 +98,7 @@ def run(
         numa: as for :func:`rerun`.
         options: optional settings for torch elastic.
     """
-    options = options or Options()
+    options = options or ElasticOptions()
     os.environ[LAUNCHED] = str(os.getpid())
     os.environ[messages.SAID] = messages.spoken()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(num_processes)))
@@ -106,6 +107,7 @@ def run(
         # Torch elastic treats its arguments as templates.
         arguments = [argument.replace("$", "$$") for argument in command[1:]]
         options_for_numa = numa_of(devices_kind, numa)
+        kind_of(devices_kind).prepare_launch(num_processes)
         exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
         # After a failed run, processes that are not in `exits` exited normally, even if they wrote an error file.
         files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
@@ -125,7 +127,7 @@ def start(
     start_method: StartMethod,
     devices_kind: str = "cpu",
     numa: bool = False,
-    place: Place | None = None,
+    place: RendezvousPoint | None = None,
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return rank 0's result, with tensors on the CPU.
 
@@ -165,7 +167,10 @@ def start(
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
-            exits, number = launch(_run, [job], num_processes, place or Place(), folder, start_method, options_for_numa)
+            kind_of(devices_kind).prepare_launch(num_processes)
+            exits, number = launch(
+                _run, [job], num_processes, place or RendezvousPoint(), folder, start_method, options_for_numa
+            )
         failed = failures(exits, list(Path(folder).glob("rank*.json")), list(Path(folder).glob("rank*.crash")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -240,9 +245,9 @@ def find_place(
     node_rank: int | None = None,
     address: str | None = None,
     port: int | None = None,
-    names: tuple[str, str, str] = Place.names,
+    names: tuple[str, str, str] = RendezvousPoint.names,
     line: str = "",
-) -> Place:
+) -> RendezvousPoint:
     """Determine where the machines meet, from the arguments and the environment.
 
     Args:
@@ -261,7 +266,7 @@ def find_place(
     address_name, port_name, node_name = names
     port_text = str(port) if port is not None else os.environ.get("MASTER_PORT")
     if num_nodes == 1:
-        return Place(port=_whole(port_name, port_text or "0", 65536), names=names)
+        return RendezvousPoint(port=_whole(port_name, port_text or "0", 65536), names=names)
     address = address or os.environ.get("MASTER_ADDR")
     node_text = str(node_rank) if node_rank is not None else os.environ.get("NODE_RANK")
     given = {address_name: address, port_name: port_text, node_name: node_text}
@@ -283,7 +288,7 @@ def find_place(
             f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set "
             f"{address_name} to a name or address of machine 0 that the other machines can reach."
         ) from error
-    return Place(
+    return RendezvousPoint(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
     )
 
@@ -431,7 +436,7 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
 
 def _refuse_definitions(work: _Work) -> None:
     """Reject definitions from a prompt or a notebook cell, because a fresh process cannot import them."""
-    finder = _Finder(_Nowhere())
+    finder = _Finder(_NoOutput())
     if not has_file():
         with suppress(Exception):  # _save reports objects that cannot be pickled
             finder.dump(work)
@@ -486,14 +491,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", part) for key, part in vars(value).items())
 
 
-class _Nowhere:
+class _NoOutput:
     def write(self, data: bytes) -> int:
         return len(data)
 
 
 def _can_pickle(value: Any) -> bool:
     try:
-        pickle.Pickler(_Nowhere()).dump(value)
+        pickle.Pickler(_NoOutput()).dump(value)
     except Exception:
         return False
     return True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..devices.kinds import kind_of
 from . import launch
 from .cluster_environment import Cluster
 from .hang_watch import Watch
@@ -26,7 +27,7 @@ def join(
     """Join the cluster's process group, or create one for this process alone. Does nothing if a group exists."""
     if dist.is_initialized():
         return
-    with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    with_device: dict[str, Any] = {"device_id": device} if kind_of(device).binds_process_group else {}
     if cluster is None:
         store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, **with_device)

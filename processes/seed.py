@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from .. import messages
+from ..devices.kinds import CUDA_KIND, accelerators, kind_of
 
 SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
 WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
 _OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
 _MAX_SEED = 2**32 - 1
+#: Entries of random_states() that are not devices.
+_HOST = ("python", "torch", "numpy")
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -83,14 +86,14 @@ def _valid_seed(seed: Any, said: str) -> int:
 def random_states() -> dict[str, Any]:
     """Return the state of every random number generator in use, as plain data and tensors.
 
-    ``torch`` is a tensor of shape (n,), uint8, on the CPU. ``cuda`` has one such tensor per device; it is only present
-    if CUDA is in use, and reading it waits for the devices.
+    ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name:
+    ``mps`` is one such tensor, and the others have one per device. Reading them may wait for the devices.
     """
     states = host_random_states()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        states["mps"] = torch.mps.get_rng_state()
+    for kind in accelerators():
+        found = kind.random_states()
+        if found is not None:
+            states[kind.name] = found
     return states
 
 
@@ -143,25 +146,13 @@ def set_random_states(states: dict[str, Any]) -> None:
     elif "numpy" in states:
         name, keys, *rest = states["numpy"]
         numpy.set_state((name, sys.modules["numpy"].array(keys, dtype="uint32"), *rest))
-    if "cuda" in states and not _set_cuda_states(states["cuda"]):
-        missing.append("cuda")
-    if "mps" in states and not torch.backends.mps.is_available():
-        missing.append("mps")
-    elif "mps" in states:
-        torch.mps.set_rng_state(states["mps"].cpu())
+    missing += [name for name in states if name not in _HOST and not kind_of(name).set_random_states(states[name])]
     if missing:
         messages.warn_once(
             f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored "
             "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
             "the saved run. Import numpy before fit, or use the same number of devices."
         )
-
-
-def _set_cuda_states(states: list[torch.Tensor]) -> bool:
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, state in enumerate(states[:found]):
-        torch.cuda.set_rng_state(state.cpu(), index)
-    return found == len(states)
 
 
 @contextmanager
@@ -172,12 +163,13 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         include_cuda: whether to restore CUDA's generators too (reading their states waits for the devices).
     """
     states = random_states()
-    if not include_cuda:
-        states.pop("cuda", None)
+    cuda = states.pop("cuda", [])
     try:
         yield
     finally:
         set_random_states(states)
+        if include_cuda:
+            CUDA_KIND.set_random_states(cuda)
 
 
 class PrivateRandomness:

@@ -90,7 +90,7 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
                 raise KeyboardInterrupt
             interrupted = True
             messages.info("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop immediately.")
-        state.signum, state.stop = state.signum or signum, True
+        state.signum, state.stop_requested = state.signum or signum, True
         theirs = before[signum]
         if callable(theirs) and theirs not in _DEFAULTS:
             theirs(signum, frame)

@@ -19,17 +19,17 @@ ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
 
-class Run(Protocol):
+class RunProgress(Protocol):
     """The part of a run's state that its main thread and the listening thread share.
 
     Attributes:
-        passed: number of boundaries that the main thread has passed. All ranks reach the same boundaries in the same
-            order.
-        stop: whether the main thread must call :meth:`StopVote.decide` before it passes the next boundary.
+        boundaries: number of boundaries that the main thread has passed. All ranks reach the same boundaries in the
+            same order.
+        stop_requested: whether the main thread must call :meth:`StopVote.decide` before it passes the next boundary.
     """
 
-    passed: int
-    stop: bool
+    boundaries: int
+    stop_requested: bool
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,15 @@ class StopVote:
     """Lets all ranks of one run agree on where to stop.
 
     The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n the
-    main thread reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main
-    thread answers n and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed``
-    and answers ``run.passed + 1``. Each rank answers once, and S is the largest answer. If a main thread passed n
-    without seeing ``run.stop``, it read ``run.stop`` before it was set. So ``run.passed`` was at least n when the
-    listening thread read it, and S is larger than n. A waiting rank waits only for answers, and the other ranks'
-    listening threads answer even while their main threads wait for this rank in a collective. If all main threads ask
-    at the same boundary, each has seen its own request before it writes ``run.passed``: every answer is that boundary
-    or an earlier one, and they stop exactly there.
+    main thread reads ``run.stop_requested``, writes ``run.boundaries = n`` and reads ``run.stop_requested`` again. If
+    it is set, the main thread answers n and waits there for all answers. The listening thread sets
+    ``run.stop_requested``, then reads ``run.boundaries`` and answers ``run.boundaries + 1``. Each rank answers once,
+    and S is the largest answer. If a main thread passed n without seeing ``run.stop_requested``, it read
+    ``run.stop_requested`` before it was set. So ``run.boundaries`` was at least n when the listening thread read it,
+    and S is larger than n. A waiting rank waits only for answers, and the other ranks' listening threads answer even
+    while their main threads wait for this rank in a collective. If all main threads ask at the same boundary, each has
+    seen its own request before it writes ``run.boundaries``: every answer is that boundary or an earlier one, and they
+    stop exactly there.
 
     Args:
         run: the state that this rank's two threads share.
@@ -67,7 +68,7 @@ class StopVote:
         store: a store that all ranks share, with keys that no other run uses.
     """
 
-    def __init__(self, run: Run, rank: int, world_size: int, store: Any) -> None:
+    def __init__(self, run: RunProgress, rank: int, world_size: int, store: Any) -> None:
         self.run, self.rank, self.world_size = run, rank, world_size
         self.told = False
         self._store = store
@@ -80,8 +81,8 @@ class StopVote:
         The listening thread calls this regularly.
         """
         if not self._answered and self._store.check(["asked"]):
-            self.told = self.run.stop = True
-            self._answer(self.run.passed + 1)
+            self.told = self.run.stop_requested = True
+            self._answer(self.run.boundaries + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
         """Decide where to stop. If no rank has asked the others to stop yet, this rank does so first.

@@ -28,7 +28,7 @@ _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousPoint:
     """Says where the machines meet (an address and a port on machine 0) and which machine this is.
 
     Args:
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Options:
+class ElasticOptions:
     """Optional settings for torch elastic.
 
     Args:
@@ -76,11 +76,11 @@ def launch(
     entrypoint: Any,
     arguments: list[Any],
     num_processes: int,
-    place: Place,
+    place: RendezvousPoint,
     folder: str,
     start_method: StartMethod,
     numa_options: Any = None,
-    options: Options | None = None,
+    options: ElasticOptions | None = None,
 ) -> tuple[dict[int, Any], int | None]:
     """Start the processes and wait for them.
 
@@ -98,7 +98,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    options = options or Options()
+    options = options or ElasticOptions()
     try:
         with _quiet() if options.quiet else nullcontext(), signals_restored():
             if place.num_nodes == 1:
@@ -137,7 +137,12 @@ def serve(store: Any, address: str, port: int) -> Any:
 
 
 def _config(
-    num_processes: int, place: Place, folder: str, start_method: StartMethod, numa_options: Any, options: Options
+    num_processes: int,
+    place: RendezvousPoint,
+    folder: str,
+    start_method: StartMethod,
+    numa_options: Any,
+    options: ElasticOptions,
 ) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
@@ -241,7 +246,7 @@ def environment(threads: int | None, **more: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _cannot_meet(error: Exception, place: Place) -> OSError:
+def _cannot_meet(error: Exception, place: RendezvousPoint) -> OSError:
     where = f"{place.address}:{place.port}"
     address, port, node = place.names
     if "EADDRINUSE" in str(error):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..devices.kinds import CUDA_KIND, present
 from .base import Profiler
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class PyTorchProfiler(Profiler):
             if name not in in_table:
                 hint = messages.did_you_mean(name, in_table)
                 raise KeyError(f"Found invalid table_kwargs key: {name}.{hint} Choose {messages.names(in_table)}.")
-        if emit_nvtx and not torch.cuda.is_available():
+        if emit_nvtx and not CUDA_KIND.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
                 "device. Run it on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also records on a CPU."
@@ -174,7 +175,7 @@ class PyTorchProfiler(Profiler):
         self.emit_nvtx = emit_nvtx
         self.export_to_chrome = export_to_chrome
         self.row_limit = row_limit
-        self.sort_by_key = sort_by_key or ("device_time_total" if torch.cuda.is_available() else "cpu_time_total")
+        self.sort_by_key = sort_by_key or ("device_time_total" if present().has_timed_events() else "cpu_time_total")
         self.record_module_names = record_module_names
         self.table_kwargs = dict(table_kwargs or {})
         shapes = profiler_kwargs.get("record_shapes", group_by_input_shapes)

@@ -27,7 +27,7 @@ FORMAT = 1
 PARTS = ("setup", "data", "step", "evaluation", "checkpoint", "rest")
 
 
-class Clock:
+class RunClock:
     """Splits a run's time into parts. No two parts overlap, so they add up to the total.
 
     Attributes:
@@ -94,7 +94,7 @@ class RunRecord(DummyLogger):
     """
 
     def __init__(
-        self, folder: str | None, log_dir: str | None, now: Callable[[], dict[str, Any]], clock: Clock
+        self, folder: str | None, log_dir: str | None, now: Callable[[], dict[str, Any]], clock: RunClock
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.run = ""
@@ -241,7 +241,7 @@ class RunRecord(DummyLogger):
         if file is not None:
             file.close()
 
-    def open_again(self, now: Callable[[], dict[str, Any]], clock: Clock) -> None:
+    def open_again(self, now: Callable[[], dict[str, Any]], clock: RunClock) -> None:
         """Reopen the file to continue it in a new run of the same trainer."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:

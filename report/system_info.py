@@ -34,17 +34,20 @@ def _version(package: str) -> str | None:
 def machine(with_gpus: bool = True) -> dict[str, Any]:
     """Return the operating system, processors and GPUs.
 
-    ``with_gpus`` queries CUDA, which costs time and memory in a process that does not otherwise use it.
+    ``with_gpus`` queries the accelerators, which costs time and memory in a process that does not otherwise use them.
     """
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() if with_gpus else 0)]
+    from ..devices.kinds import kind_of, present
+
+    kind = present()
+    gpus = [kind.name_of(index) for index in range(kind.count() if with_gpus and kind.name != "cpu" else 0)]
     return {
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "mps": torch.backends.mps.is_available(),
+        "mps": kind_of("mps").is_available(),
     }
 
 

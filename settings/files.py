@@ -31,6 +31,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
     "MULTI_CPU": {"cpu": True},
     "MULTI_GPU": {"multi_gpu": True},
+    "XLA": {"tpu": True},
     "FSDP": {"use_fsdp": True},
     "DEEPSPEED": {"use_deepspeed": True},
 }

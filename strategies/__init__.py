@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .distributed import DistributedStrategy as DistributedStrategy
     from .fsdp.strategy import FSDPStrategy as FSDPStrategy
     from .model_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
+    from .precision import BitsandbytesPrecision as BitsandbytesPrecision
     from .precision import Float8Precision as Float8Precision
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
@@ -30,6 +31,6 @@ lazy_names(
         "distributed": "DistributedStrategy",
         "fsdp.strategy": "FSDPStrategy",
         "model_parallel.strategy": "ModelParallelStrategy",
-        "precision": "Float8Precision MixedPrecision Precision TruePrecision",
+        "precision": "BitsandbytesPrecision Float8Precision MixedPrecision Precision TruePrecision",
     },
 )

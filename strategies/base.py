@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..big_model.device_map import spread_in
+from ..big_model.quantized_layers import prepare_quantized
 from ..big_model.sharded_loading import all_or_none
+from ..devices.kinds import kind_of
 from ..torch_private import multiply_each_, untried
 from .communication import Communication
 from .placement import Placement
@@ -55,8 +57,7 @@ class Strategy(Placement, Communication, State):
         """Make this process's device current and join the process group. Called once per run in every process."""
         if warning := untried():
             messages.warn_once(warning)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        kind_of(self.device).make_current(self.device)
 
     def for_another_module(self) -> Self:
         """Return a strategy for another module, with the same processes, device and precision.
@@ -85,6 +86,7 @@ class Strategy(Placement, Communication, State):
                 "init_empty_weights and load it with load_checkpoint_in_model under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
+        prepare_quantized(module)
         messages.info_once(
             f"{name} stays on the devices of its device map. Trainable weights stay in memory, even if they exceed "
             "max_memory. To train a model that does not fit, use strategy='fsdp'."
@@ -181,6 +183,16 @@ class Strategy(Placement, Communication, State):
         else:
             with self.precision.backward_context():
                 how(loss)
+
+    def split_sequences(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Context manager in which tensors hold this process's part of each sequence, and attention covers all parts.
+
+        By default, no process has only a part, and nothing changes. ``dims`` has the sequence dimension of each tensor.
+        Tensors that are also in ``unrestored`` keep their part afterwards.
+        """
+        return nullcontext()
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""

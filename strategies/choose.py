@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from .. import messages
+from ..devices.kinds import kind_of
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
 from ..processes.environments import ClusterEnvironment
@@ -148,7 +149,7 @@ def choose_strategy(
         options.refuse(type(strategy).__name__)
     if isinstance(strategy, DistributedStrategy):
         kind = find_kind(accelerator)
-        _with_precision(strategy, precision, plugins, kind)
+        _fitting(_with_precision(strategy, precision, plugins, kind))
         if environment is not None:
             strategy.cluster_environment = environment
         strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster, strategy))
@@ -156,7 +157,7 @@ def choose_strategy(
     if isinstance(strategy, Strategy):
         _refuse_cluster(type(strategy).__name__, cluster)
         _agree(strategy, accelerator, devices, num_nodes)
-        return _with_precision(strategy, precision, plugins, strategy.device.type)
+        return _fitting(_with_precision(strategy, precision, plugins, strategy.device.type))
     if not isinstance(strategy, str):
         hint = f" Did you mean {strategy.__name__}()?" if isinstance(strategy, type) else ""
         raise TypeError(
@@ -173,7 +174,7 @@ def choose_strategy(
     backend = (options.process_group or {}).get("process_group_backend")
     check_backend(backend, kind, f"{options.written.get('process_group')}(backend='nccl')")
     chosen = choose_precision(precision, plugins, kind)
-    found = _by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster)
+    found = _fitting(_by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster))
     if environment is not None and isinstance(found, DistributedStrategy):
         found.cluster_environment = environment
         found.place(found.devices, num_nodes)
@@ -261,8 +262,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}): Paceline only supports the devices that torch itself supports, not XLA "
-            "devices. Choose 'auto' to use the best device on this machine."
+            f"Trainer(strategy={strategy!r}): a TPU is a device in Paceline, not a strategy. Choose "
+            "accelerator='tpu', and strategy='auto', 'ddp' or 'fsdp'."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
     raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
@@ -274,9 +275,11 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
 def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.device]:
     """Return the devices for this machine's processes, one per process."""
     if cluster is None:
-        return find_devices(1 if devices == "auto" and kind != "cuda" else devices, kind)
+        return find_devices(devices, kind)
     started = cluster.local_world_size
-    if devices != "auto" or kind != "cuda":
+    if kind_of(kind).one_per_process and devices == started:
+        devices = "auto"
+    if devices != "auto" or not kind_of(kind).is_numbered:
         found = find_devices(started if devices == "auto" else devices, kind)
         if len(found) != started and devices != -1:
             raise ValueError(
@@ -284,8 +287,8 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
                 f"started {started}. Leave devices out, or start {len(found)} processes."
             )
         return found
-    present = torch.cuda.device_count()
-    return find_devices(1 if present == 1 else started, kind)  # if 1, each process sees only its own GPU
+    present = kind_of(kind).count()
+    return find_devices(1 if present == 1 else started, kind)  # if 1, each process sees only its own device
 
 
 def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrategy, name: str = "") -> int:
@@ -370,6 +373,16 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
     if type(own) is Precision or isinstance(precision, Precision) or plugins:
         chosen.use_on(torch.device(kind))
         strategy.precision = chosen
+    return strategy
+
+
+def _fitting(strategy: Strategy) -> Strategy:
+    """Return the strategy; raise if it shards a model whose weights its precision quantizes."""
+    if strategy.precision.quantizes and not strategy.holds_whole_module:
+        raise ValueError(
+            f"precision={strategy.precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. "
+            "Use strategy='ddp' or one device, or another precision."
+        )
     return strategy
 
 

@@ -91,14 +91,28 @@ class Communication:
         """Number of shares that the data is split into."""
         return self.world_size
 
+    def place_on(self, axis: str) -> int:
+        """Return this process's coordinate along a dimension of parallelism, 0-based.
+
+        Args:
+            axis: ``"pp"``, ``"dp_replicate"``, ``"dp_shard"``, ``"cp"`` or ``"tp"``. The coordinate is 0 along a
+                dimension that this strategy does not use.
+        """
+        return self.global_rank if axis == "dp_replicate" else 0
+
     @property
     def data_group(self) -> Any:
         """A process group with one process for each share of the data; None means all processes."""
         return None
 
     @property
+    def parts_group(self) -> Any:
+        """Like :attr:`data_group`, with one process for each part of a sequence too, if sequences are split."""
+        return self.data_group
+
+    @property
     def host_group(self) -> Any:
-        """The process group that communicates over the host; None if there is none."""
+        """The process group for CPU tensors and objects; None if there is none."""
         return None
 
     def beside(self) -> Self:
@@ -124,7 +138,7 @@ class Communication:
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Return the objects of all processes, in rank order, on every process.
 
-        Use this for small objects only: they are pickled and sent over the host.
+        Use this for small objects only: they are pickled and sent by the CPU process group.
         """
         return [obj]
 
@@ -142,7 +156,7 @@ class Communication:
     def scatter_objects(self, objects: Sequence[T] | None) -> T:
         """Return this process's entry in process 0's list, which must have one entry per process.
 
-        The entries are pickled and sent over the host.
+        The entries are pickled and sent by the CPU process group.
         """
         if objects is None:
             raise ValueError("scatter_objects: process 0 must pass a list with one entry per process.")
@@ -163,7 +177,7 @@ class Communication:
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Return True if any process (or, with ``all``, every process) passes True.
 
-        The processes communicate over the host, so this does not wait for a GPU.
+        The processes use the CPU process group, so this does not wait for a GPU.
         """
         return flag
 

@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from .. import messages
+from ..big_model.quantized_layers import statistics_of
+from ..devices.kinds import kind_of
 from ..torch_private import communication_times, time_every_step
-from .distributed import DistributedStrategy, ProcessOptions, passes_on
+from .distributed import DistributedStrategy, ProcessOptions, passes_on, same_tensors
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ class DDPStrategy(DistributedStrategy):
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         super().place(devices, num_nodes)
         argument = "ddp_comm_hook" if self.hook[0] == "bf16" else "ddp_comm_wrapper"
-        if "bf16" in (self.hook[0], self.hook[2]) and self.device.type != "cuda":
+        if "bf16" in (self.hook[0], self.hook[2]) and kind_of(self.device).collective_backend() == "gloo":
             raise ValueError(
                 f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16'."
             )
@@ -134,13 +136,14 @@ class DDPStrategy(DistributedStrategy):
             return module
         self.same_model(module)
         self._records = bool(self.ddp_options.get("static_graph"))
-        on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
-            device_ids=[self.device.index] if on_gpu else None,
+            device_ids=[self.device] if kind_of(self.device).is_numbered else None,
             find_unused_parameters=unused,
             **self.ddp_options,
         )
+        if self.talks and self.ddp_options.get("init_sync", True):
+            same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel only knows parameters
         if self.hook[0] is not None:
             self._wrapped.register_comm_hook(*_state_and_hook(*self.hook))
         return self._wrapped
@@ -270,7 +273,7 @@ class DDPStrategy(DistributedStrategy):
         return self._wrapped
 
     def measure_communication(self) -> None:
-        if self._wrapped is not None and self.device.type != "cuda":
+        if self._wrapped is not None and not kind_of(self.device).overlaps_copies():
             # By default torch times one step in a hundred. On a GPU this is kept, because reading its timers waits.
             time_every_step(self._wrapped)
 

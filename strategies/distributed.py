@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, get_type_hints
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import messages
+from ..big_model.quantized_layers import quantized_layers
+from ..devices.kinds import kind_of
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.device_transfer import in_dtype
@@ -193,6 +195,11 @@ class DistributedStrategy(Strategy):
     def same_model(self, module: nn.Module) -> None:
         """Raise on every rank if the ranks built different models; the message shows the first difference."""
         owner, named = type(module).__name__, list(module.named_parameters())
+        if not self.holds_whole_module and quantized_layers(module):
+            raise RuntimeError(
+                f"{owner} has quantized layers of bitsandbytes, which {type(self).__name__} cannot shard. Use "
+                "strategy='ddp', where each process holds the whole model, or a model without quantized layers."
+            )
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
         values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]
         sums = {name: str(value.sum().item()) for name, value in values}
@@ -249,7 +256,7 @@ class DistributedStrategy(Strategy):
             raise RuntimeError(
                 f"A process group of {dist.get_world_size()} processes already exists, but this run has "
                 f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
-                "init_process_group, or pass the devices of that group."
+                "init_process_group, or set devices and num_nodes to match that group."
             )
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()
@@ -271,7 +278,8 @@ class DistributedStrategy(Strategy):
         """The process group's backend."""
         if self.process_group_backend is not None:
             return self.process_group_backend
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        backend = kind_of(self.device).collective_backend()
+        return backend if backend == "gloo" else f"cpu:gloo,{self.device.type}:{backend}"
 
     @property
     def world_size(self) -> int:
@@ -417,7 +425,7 @@ class DistributedStrategy(Strategy):
     def before_evaluation(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
         if self.talks:
-            same_buffers(module, self.data_group)
+            same_tensors(module.buffers(), self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in parameters(optimizer):
@@ -476,15 +484,15 @@ def check_backend(backend: str | None, kind: str, written: str) -> None:
 
 
 @torch.no_grad()
-def same_buffers(module: nn.Module, group: Any) -> None:
-    """Copy a module's buffers from the first process of a group to the others, in one operation per dtype."""
+def same_tensors(tensors: Iterable[Tensor], group: Any) -> None:
+    """Copy tensors from the first process of a group to the others, in one operation per dtype."""
     kinds: dict[Any, list[Tensor]] = {}
-    for buffer in module.buffers():
-        if type(buffer) is Tensor and buffer.numel():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for tensor in tensors:
+        if type(tensor) is Tensor and tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     if dist.get_world_size(group) > 1:
-        for buffers in kinds.values():
-            together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        for alike in kinds.values():
+            together = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.broadcast(together, group=group, group_src=0)
-            for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(values.view_as(buffer))
+            for tensor, values in zip(alike, together.split([one.numel() for one in alike]), strict=True):
+                tensor.copy_(values.view_as(tensor))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..devices.kinds import kind_of
+
 if TYPE_CHECKING:
     from .base import Strategy
 
@@ -40,7 +42,7 @@ class ItemWindow:
         Every rank must call this, and the window is empty afterwards.
         """
         device = self.strategy.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = kind_of(device).widest_float
         total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
         self.items = 0
         return final_factor(total, self.unit)

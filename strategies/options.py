@@ -13,7 +13,12 @@ from .deepspeed.settings import DeepSpeedSettings
 from .fsdp.settings import FSDPSettings
 
 #: Mesh dimensions in plugins and settings, with the ModelParallelStrategy argument for each.
-SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
+SIZES = {
+    "dp_replicate": "data_parallel_replicate",
+    "dp_shard": "data_parallel_shard",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Options:
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"
-        if mesh.get("tensor_parallel", 1) > 1:
+        if mesh.get("tensor_parallel", 1) > 1 or mesh.get("context_parallel", 1) > 1:
             return "model_parallel"
         return "fsdp" if self.fsdp is not None or mesh.get("data_parallel_shard", 1) > 1 else None
 
@@ -80,8 +85,8 @@ class Options:
             return found
         if mesh and found.pop("sharding", None) == "hybrid":
             raise ValueError(
-                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Use "
-                "dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
+                f"{self.written['fsdp']} asks for HYBRID_SHARD, which cannot be combined with the tensor parallelism "
+                f"of {self.written['mesh']}. Use dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
             )
         return found | dict(mesh)
 
@@ -107,11 +112,12 @@ def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
 
     ``written`` is the text that the user wrote, for error messages.
     """
-    if sizes["cp"] > 1 or sizes["sp"] > 1:
+    if sizes["sp"] > 1:
         raise NotImplementedError(
-            f"{written} splits sequences, so the model returns only part of each sequence, but the loss outside the "
-            "model needs full sequences. Use Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step "
-            "contains both, or leave cp_size and sp_size out."
+            f"{written} splits sequences with DeepSpeed's Ulysses attention, which is not supported. Use "
+            f"cp_size={sizes['sp']} without DeepSpeed instead: put each step into accelerator.maybe_context_parallel("
+            "buffers=..., buffer_seq_dims=...), which splits the batch. It works with all models whose attention is "
+            "scaled_dot_product_attention, and parameters are sharded."
         )
     return {argument: sizes[dim] for dim, argument in SIZES.items()}
 
@@ -125,6 +131,12 @@ def options_in(settings: Settings) -> Options:
         if settings[written[name]]
     }
     if settings["use_parallelism_config"]:
-        sizes = {dim: settings[f"parallelism_config_{dim}_size"] for dim in (*SIZES, "cp", "sp")}
+        sizes = {dim: settings[f"parallelism_config_{dim}_size"] for dim in (*SIZES, "sp")}
+        if sizes["cp"] > 1:
+            raise ValueError(
+                f"The setting parallelism_config_cp_size={sizes['cp']} splits sequences, but the Trainer does not know "
+                "which dimensions of a batch are sequences. Use Trainer(strategy=ModelParallelStrategy("
+                f"context_parallel={sizes['cp']}, context_parallel_dims=...)), or leave the setting out."
+            )
         found["mesh"] = mesh_options(sizes, "use_parallelism_config")
     return Options(**found, written=written)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..big_model.deferred_weights import Waiting
 from ..big_model.empty_init import no_initial_values
+from ..big_model.quantized_layers import prepare_quantized
 from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision
@@ -36,6 +37,8 @@ class Placement:
 
     #: Deferred weights of the module that was set up most recently; each module gets a new object.
     waiting: Waiting = Waiting()
+    #: Whether each process holds the whole module, as quantized weights need.
+    holds_whole_module: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
@@ -84,8 +87,10 @@ class Placement:
         Layers on the meta device are allocated and initialized.
         """
         module = self.precision.convert_module(module)
-        self._materialize(module, self.device)
-        return module.to(self.device)
+        self._materialize(module, torch.device("cpu") if self.precision.quantizes else self.device)
+        module = self.precision.move_module(module, self.device)
+        prepare_quantized(module)
+        return module
 
     def _materialize(self, module: nn.Module, device: torch.device) -> None:
         self.waiting = Waiting(module)

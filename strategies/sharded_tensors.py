@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..torch_private import multiply_each_, norm_of_each
@@ -70,18 +71,20 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor with the layout of ``own`` if the two have the same shape.
+    """Shard a full tensor with the layout of ``own`` if the two have the same shape, or gather it if ``own`` is plain.
 
     Other values are returned unchanged, so that ``load_state_dict`` reports them.
     """
+    if isinstance(value, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):
+        return value.full_tensor()
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
     return cut(value, own) if fits else value
 
 
 def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    """Shard or replicate an optimizer state tensor to match its sharded parameter; return other values unchanged."""
+    """Shard, replicate or gather an optimizer state tensor to match its parameter; return other values unchanged."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
-        return value
+        return value.full_tensor() if isinstance(value, DTensor) else value
     if value.shape == parameter.shape:
         return cut(value, parameter)
     if value.dim() == 0:
@@ -103,6 +106,27 @@ def settle(parameters: Iterable[Tensor]) -> None:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def average_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Average the gradients of unsharded parameters across a mesh, in one reduction per dtype and device.
+
+    Every process must call this with the same parameters. A missing gradient counts as zeros, and stays missing if no
+    process has one.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for members in kinds.values():
+        grads = [p.new_zeros(p.shape) if p.grad is None else p.grad.to_dense() for p in members]
+        present = members[0].new_tensor([p.grad is not None for p in members])
+        together = torch.cat([*(grad.reshape(-1) for grad in grads), present]) / mesh.size()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(together, group=mesh.get_group(axis))
+        *averages, present = together.split([*(p.numel() for p in members), len(members)])
+        for p, average, share in zip(members, averages, present, strict=True):
+            if p.grad is not None or share:  # only a process that lacks a gradient waits for the device
+                p.grad = average.view_as(p)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ ARROWS = {
         "big_model",
         "processes",
         "settings",
+        "devices",
     },
     "compat": {
         "accelerator",
@@ -46,10 +47,11 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
     "utilities": {"trainer", "data", "callbacks", "checkpoint", "strategies", "big_model", "processes"},
     "estimate": {"trainer", "data", "strategies", "processes"},
-    "tuner": {"trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
+    "tuner": {"devices", "trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {
         "doctor",
         "profilers",
@@ -61,6 +63,7 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
     "accelerator": {
         "doctor",
@@ -72,19 +75,21 @@ ARROWS = {
         "processes",
         "settings",
         "loggers",
+        "devices",
     },
-    "doctor": {"profilers", "report", "data", "callbacks", "strategies", "processes"},
-    "profilers": set(),
-    "memory": {"data", "processes"},
-    "data": {"callbacks", "checkpoint", "processes"},
-    "callbacks": {"report", "checkpoint", "loggers"},
-    "report": {"checkpoint", "loggers"},
-    "checkpoint": {"strategies", "big_model", "processes"},
-    "strategies": {"big_model", "processes", "settings"},
-    "big_model": {"processes"},
-    "processes": set(),
+    "doctor": {"devices", "profilers", "report", "data", "callbacks", "strategies", "processes"},
+    "profilers": {"devices"},
+    "memory": {"devices", "data", "processes"},
+    "data": {"devices", "callbacks", "checkpoint", "processes"},
+    "callbacks": {"devices", "report", "checkpoint", "loggers"},
+    "report": {"devices", "checkpoint", "loggers"},
+    "checkpoint": {"devices", "strategies", "big_model", "processes"},
+    "strategies": {"devices", "big_model", "processes", "settings"},
+    "big_model": {"devices", "processes"},
+    "processes": {"devices"},
     "settings": set(),
-    "loggers": set(),
+    "loggers": {"devices"},
+    "devices": set(),
 }
 ROOMS = tuple(ARROWS)
 #: Files at the root that every room may import.
@@ -108,6 +113,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 #: Packages that cost a user's start, or that need not be installed: only functions may import them.
 LAZY = {
     "accelerate",
+    "bitsandbytes",
     "jsonargparse",
     "matplotlib",
     "numpy",
@@ -307,6 +313,28 @@ def test_a_name_says_what_is_inside() -> None:
     assert not [name for name in NAMES if name not in lightnings and vague & set(Path(name).with_suffix("").parts)]
 
 
+#: Names of more than one class. Programs for Accelerate or Lightning know both, or one is a stand-in for the other.
+REPEATED = {
+    "Accelerator": "Accelerate's, the stand-in's, and Lightning's kind of device",
+    "DataLoaderShard": "the type that programs construct, and the type of a prepared loader",
+    "DeepSpeedPlugin": "the stand-in's",
+    "GradientState": "the stand-in's",
+    "ParallelismConfig": "the stand-in's",
+    "ThroughputMonitor": "Lightning's callback, and Fabric's helper",
+    "TorchDynamoPlugin": "the stand-in's",
+}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        for one in classes(TREES[ROOT / name]):
+            found.setdefault(one.name, []).append(name)
+    repeated = {name: files for name, files in found.items() if len(files) > 1}
+    assert not {name: files for name, files in repeated.items() if name not in REPEATED}
+    assert not REPEATED.keys() - repeated
+
+
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     """Lines that hold code: no blank lines, no comments, no docstrings."""
     return len([n for n in lines_of_code(path) if first <= n <= (last or n)])
@@ -344,6 +372,18 @@ def all_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDe
 def test_no_function_is_longer_than_60_lines_of_code() -> None:
     found = [(name, f.name, code_lines(ROOT / name, f.body[0].lineno, f.end_lineno)) for name, f in all_functions()]
     assert not [one for one in found if one[2] > 60]
+
+
+def test_only_the_two_loops_of_a_run_go_over_its_batches() -> None:
+    doors = [name for name in NAMES if not name.startswith("accelerator/") and name != "data/batches.py"]
+    assert [name for name in doors if calls(TREES[ROOT / name], "Batches")] == [
+        "trainer/evaluation.py",
+        "trainer/loop.py",
+    ]
+
+
+def calls(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes(tree))
 
 
 def test_nothing_prints_on_its_own_and_nothing_asserts() -> None:
@@ -609,3 +649,18 @@ def overrides(kind: type) -> Iterator[str]:
 )
 def test_the_private_of_torch_is_found(look: Callable[[ast.AST], Iterator[str]], text: str) -> None:
     assert list(look(ast.parse(text)))
+
+
+#: Devices that only their own file under devices/ may ask.
+DEVICE_MODULE = re.compile(r"torch\.(cuda|xpu|mps)\b|backends\.(mps|cuda)\.is_available")
+
+
+def test_only_the_files_of_devices_name_torchs_modules_of_a_kind_of_device() -> None:
+    lines = [(path, number, line) for path in FILES for number, line in enumerate(path.read_text().splitlines(), 1)]
+    found = {
+        path.relative_to(ROOT).as_posix(): f"line {number}: {line.strip()}"
+        for path, number, line in lines
+        if DEVICE_MODULE.search(line) and path.parent.name != "devices"
+    }
+    assert not found
+    assert {path.stem for path, _, line in lines if "torch.cuda" in line} == {"cuda"}

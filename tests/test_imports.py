@@ -86,5 +86,30 @@ def test_the_public_names_bring_nothing_heavy_beyond_torch(statement: str) -> No
     assert not heavy(modules)
 
 
+HELP = """
+import io, contextlib
+from paceline import Trainer, TrainingModule
+from paceline.cli import TrainerCLI
+
+def help_of(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            TrainerCLI(TrainingModule, args=[*words, "--help"])
+        except SystemExit:
+            return shown.getvalue()
+
+assert "{fit,validate,test,predict}" in help_of()
+for_all = len(set(sys.modules) - old)
+assert for_all < 300 and "paceline.strategies.fsdp.strategy" not in sys.modules, for_all
+assert "paceline.callbacks.EarlyStopping" in (text := help_of("fit")).replace("\\n", "") and "--train" in text, text
+"""
+
+
+def test_the_help_of_a_command_line_brings_the_classes_of_its_subcommand_only() -> None:
+    pytest.importorskip("jsonargparse")
+    modules = modules_of(HELP, before="import torch")
+    assert not {"torch._dynamo", "torch.distributed.pipelining", "rich", "tqdm", "tensorboard"}.intersection(modules)
+
+
 def test_the_check_sees_a_heavy_import() -> None:
     assert heavy(modules_of("import rich.console", before="import torch"))

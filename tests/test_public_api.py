@@ -50,6 +50,7 @@ def test_the_public_names_are_these() -> None:
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
         "LocalSGD",
+        "BnbQuantizationConfig",
         "ParallelismConfig",
         "PartialState",
         "ProfileKwargs",
@@ -74,6 +75,7 @@ def test_the_public_names_are_these() -> None:
         "profilers",
         "load_checkpoint_and_dispatch",
         "compute_module_sizes",
+        "load_and_quantize_model",
         "load_checkpoint_in_model",
         "loggers",
         "notebook_launcher",
@@ -181,7 +183,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    assert shipped == {"paceline/py.typed", *(f"paceline/{path.relative_to(ROOT).as_posix()}" for path in code)}
+    files = [ROOT / "py.typed", *ROOT.glob("compat/*/surface.txt"), *code]
+    assert shipped == {f"paceline/{path.relative_to(ROOT).as_posix()}" for path in files}
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 #: Names that the README's first column puts in backticks, table rows only.
-IN_TABLES = {name for row in re.findall(r"^\|([^|]+)\|", README, re.M) for name in re.findall(r"`\"?([\w-]+)\"?`", row)}
+IN_TABLES = {
+    name for row in re.findall(r"^\|([^|]+)\|", README, re.M) for name in re.findall(r"`\"?([\w.-]+)\"?`", row)
+}
 
 
 def block_after(comment: str) -> str:

@@ -457,13 +457,20 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     net(torch.ones(1, 2))
     loss = held[0].sum()
     private.expect_backward(state)(loss)
+    ended: list[bool] = []
+    private.after_backward(net, lambda: ended.append(True))
     loss.backward()
+    assert ended == [True]
     waiting = private.waiting_gradient(kept[0])
     assert waiting is not None
     private.set_waiting_gradient(kept[0], torch.full_like(waiting, 7))
     assert all(parameter.grad is None for parameter in net.parameters())
     net.set_requires_gradient_sync(True)
     private.finish_backward(state)
+    assert ended == [True, True]
+    private.after_backward(net, None)
+    private.finish_backward(state)
+    assert ended == [True, True]
     assert all(parameter.grad is not None for parameter in net.parameters())
     assert private.local_part(kept[0].sharded_param.grad).unique().tolist() == [7]
     assert all(private.waiting_gradient(one) is None for one in kept)

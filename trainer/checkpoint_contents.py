@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-class Left(NamedTuple):
+class ChildRunData(NamedTuple):
     """The data that this process needs to write checkpoints of a run that took place in other processes.
 
     Attributes:
@@ -34,9 +34,9 @@ class Left(NamedTuple):
     lacks: str = ""
 
 
-def left_for_checkpoints(run: Run) -> Left:
+def child_run_data(run: Run) -> ChildRunData:
     """Return the data that another process needs to write this run's checkpoints; every rank must call this."""
-    return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
+    return ChildRunData(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -49,14 +49,14 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
     either way, so that averaged weights, for example, are saved.
     """
     module = run.module
-    left, holder = run.left, run.holder
-    if not weights_only and left is not None and left.lacks:
+    child_data, holder = run.child_data, run.holder
+    if not weights_only and child_data is not None and child_data.lacks:
         raise RuntimeError(
-            f"The optimizers and schedulers cannot be pickled ({left.lacks}), so they stayed in the training "
+            f"The optimizers and schedulers cannot be pickled ({child_data.lacks}), so they stayed in the training "
             "processes, and this process cannot save a checkpoint to resume from. Save during the run with a "
             "ModelCheckpoint, or save only the weights: save_checkpoint(path, weights_only=True)."
         )
-    ranks = [] if weights_only else gather_ranks(run) if left is None else left.ranks
+    ranks = [] if weights_only else gather_ranks(run) if child_data is None else child_data.ranks
     counters = progress(run, ranks)
     checkpoint: dict[str, Any] = {
         "epoch": run.state.epoch,
@@ -78,15 +78,15 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
-    left = run.left
+    child_data = run.child_data
     return {
         "format": FORMAT,
         "versions": versions(),
         "fn": run.state.fn and run.state.fn.value,
         "stage": run.state.stage and run.state.stage.value,
         "world_size": run.strategy.world_size,
-        "data_ranks": run.strategy.num_data_ranks if left is None else left.data_ranks,
-        "batch_samples": _batch_samples(run) if left is None else left.batch_samples,
+        "data_ranks": run.strategy.num_data_ranks if child_data is None else child_data.data_ranks,
+        "batch_samples": _batch_samples(run) if child_data is None else child_data.batch_samples,
         "progress": counters,
         "manifest": {"sequence": run.count_save()},
     }
@@ -210,7 +210,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
             "restore=['model'])."
         )
     if "optimizer" in parts:
-        _restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
+        restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
         restore_precision(run.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     if "schedulers" in parts:
         _restore_schedulers(run, checkpoint.get("lr_schedulers", []))
@@ -244,7 +244,8 @@ def _same_count(what: str, saved: int, given: int) -> None:
         )
 
 
-def _restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
+def restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
+    """Restore the optimizers' states and, if ``settings``, the settings of their parameter groups."""
     _same_count("optimizers", len(states), len(run.optimizers))
     for index, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
         problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")

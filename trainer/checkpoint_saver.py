@@ -139,7 +139,7 @@ class Saver:
         with suppress(OSError):  # if a folder cannot be written to, the write raises
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
-        self._run.claims.take(map(str, folders))
+        self._run.folder_locks.take(map(str, folders))
 
     def gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
         """Return the run's current checkpoint, and whether its tensors are sharded. Every rank must call this."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..devices.kinds import kind_of
 from ..torch_private import HAS_STEPPED, keep_address, let_trace_groups
 
 #: The file that defines torch's wrappers of ``step``.
@@ -89,7 +90,7 @@ class _Data:
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
-        kind = torch.float32 if device.type == "mps" else torch.float64
+        kind = kind_of(device).widest_float
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
     def now(self, number: Any) -> Tensor:

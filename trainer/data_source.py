@@ -24,6 +24,7 @@ from ..data.loaders import (
     without_shuffling,
 )
 from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
+from ..devices.kinds import kind_of
 from ..processes.seed import isolate_rng
 from .hooks import overridden
 from .module import TrainingModule
@@ -152,7 +153,7 @@ class DataSource:
                 "Trainer(use_distributed_sampler=True) do the sharding."
             )
 
-    def keeps_step(self) -> Callable[[bool], bool] | None:
+    def batch_agreement(self) -> Callable[[bool], bool] | None:
         """Return a function that checks for each batch whether every rank has one; None if that is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
@@ -314,4 +315,4 @@ class DataSource:
     def looks_ahead(self, loader: Any) -> bool:
         """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
-        return self.run.strategy.device.type == "cuda" or unknown
+        return kind_of(self.run.strategy.device).overlaps_copies() or unknown

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..callbacks.base import Callback
-from ..data.batches import Batches, HandOver
+from ..data.batches import Batches, StepIterator
 from ..data.sharding import surplus
 from ..torch_private import pytree
 from . import phases
@@ -85,12 +85,10 @@ class EvalLoop:
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
             loaders, limits = run.source.evaluation(self.kind)
-        run.strategy.before_evaluation(run.module)
         fetches = takes_iterator(method_of(run.module, f"{self.word}_step", TrainingModule))
         step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1 and not fetches)
-        run_loader = self.hand_over if fetches else self.run_loader
-        if len(loaders) > 1:
-            self.check_hooks()
+        run_loader = self.run_iterator if fetches else self.run_loader
+        self.check_hooks(several=len(loaders) > 1)
         self.predictions, run.predict_batch_indices, run.current_batch_indices = [], [], None
         self.fetched = (None, 0, 0)
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -106,7 +104,7 @@ class EvalLoop:
         if run.state.pending is Pending.VALIDATION:
             run.state.pending = Pending.PLATEAUS
         if run.state.stage != "sanity_check":
-            numbers = metrics.send_epoch(found, run.state.updates, run.state.epoch)
+            numbers = metrics.send_epoch(found, run.state.x_axis(run.state.updates), run.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
         for hook in self.hooks("end"):
             hook()
@@ -122,6 +120,7 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
+        self.run.strategy.before_evaluation(self.run.module)
         return self.kind not in self.run.source.eval
 
     def run_loader(  # noqa: C901 - straight-line code, with fewer calls per batch
@@ -145,14 +144,14 @@ class EvalLoop:
         counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
-        after_step, after_hooks = places = metrics.sharings()
+        after_step, after_hooks = places = metrics.step_value_sharings()
         stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
             for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
-                state.passed += may_stop
-                if state.stop and may_stop and stops.at(state.passed):
+                state.boundaries += may_stop
+                if state.stop_requested and may_stop and stops.at(state.boundaries):
                     raise stops.by_signal()
                 metrics.batch = batch
                 if batch_idx >= counted or not is_mine:
@@ -166,12 +165,12 @@ class EvalLoop:
                 for hook in starts:
                     hook(batch, batch_idx, *extra)
                 outputs = step(batch, batch_idx, *extra)
-                if after_step.on:
-                    after_step.meet()
+                if after_step.active:
+                    after_step.share()
                 for hook in ends:
                     hook(outputs, batch, batch_idx, *extra)
-                if after_hooks.on:
-                    after_hooks.meet()
+                if after_hooks.active:
+                    after_hooks.share()
                 if self.keep:
                     kept.append(outputs)
                 if metrics.steps_in_evaluation:
@@ -181,7 +180,7 @@ class EvalLoop:
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         run.predict_batch_indices.append(taken)
 
-    def hand_over(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
+    def run_iterator(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
         """Run one loader through ``step(dataloader_iter)``, which fetches the batches itself.
 
         The batch-start hook gets the previously fetched batch, because the step may fetch several batches or none.
@@ -198,25 +197,25 @@ class EvalLoop:
         known = run.source.length(loader)
         limit = limit if limit < known else float("inf")
         batches = Batches(loader, bind_mover(run, dataloader_idx or 0), lookahead=True, limit=limit)
-        handed = HandOver(batches, 0, metrics, dataloader_idx or 0)
+        iterator = StepIterator(batches, 0, metrics, dataloader_idx or 0)
         passed = 2 if dataloader_idx is None else 3
         kept: list[Any] = []
-        with closing(handed):
-            for iterator in handed:
-                taken = handed.taken
+        with closing(iterator):
+            for _ in iterator:
+                taken = iterator.taken
                 for hook in self.hooks("batch_start"):
                     hook(*self.fetched[:passed])
                 try:
-                    outputs = step(iterator, handed.taken)
+                    outputs = step(iterator, iterator.taken)
                 except StopIteration:  # the step fetched past the end
                     break
-                if handed.taken == taken:
+                if iterator.taken == taken:
                     raise RuntimeError(
                         f"{name}(dataloader_iter) returned without calling next(dataloader_iter), so the evaluation "
                         "would never end. Call it: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
                     )
-                run.state.evaluated += handed.taken - taken
-                self.fetched = handed.last
+                run.state.evaluated += iterator.taken - taken
+                self.fetched = iterator.last
                 for hook in self.hooks("batch_end"):
                     hook(outputs, *self.fetched[:passed])
                 if self.keep:
@@ -280,8 +279,8 @@ class EvalLoop:
         """Return True if a hook may read the sample indices of a predicted batch."""
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
-    def check_hooks(self) -> None:
-        """Raise for batch hooks that cannot take ``dataloader_idx``, which is passed if there are several loaders."""
+    def check_hooks(self, several: bool) -> None:
+        """Raise for batch hooks that do not fit ``dataloader_idx``, which is passed if there are several loaders."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
@@ -289,7 +288,7 @@ class EvalLoop:
             for owner, base in owners:
                 method = overridden(owner, name, base)
                 if method is not None:
-                    check_signature(owner, name, method, extra=1)
+                    check_signature(owner, name, method, several)
 
 
 def show_results(results: list[dict[str, float]], fn: str) -> None:

@@ -124,9 +124,13 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
     return close[0] if close and (hook or overridden(owner, close[0], base) is None) else None
 
 
-def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
-    """Raise if the hook does not accept the loop's arguments; ``extra`` adds the argument ``dataloader_idx``."""
-    wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
+def check_signature(owner: Any, name: str, method: Bound, several: bool | None = None) -> None:
+    """Raise if the hook does not accept the loop's arguments.
+
+    ``several``: whether there are several loaders, so that the hook gets ``dataloader_idx``; None if that is not known
+    yet.
+    """
+    wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * bool(several)
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
         raise TypeError(f"{type(owner).__name__}.{name} is {method!r}, which is not callable. Write it as {write}.")
@@ -140,9 +144,11 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
     try:
         signature.bind(*wanted)
     except TypeError as error:
-        if not extra and "dataloader_idx" in signature.parameters and takes(method, *wanted, "dataloader_idx"):
+        if not several and "dataloader_idx" in signature.parameters and takes(method, *wanted, "dataloader_idx"):
+            if several is None:
+                return
             raise RuntimeError(of_one_loader(f"{type(owner).__name__}.{name}", write)) from None
-        if extra and takes(method, *wanted[:-1]):
+        if several and takes(method, *wanted[:-1]):
             raise RuntimeError(
                 f"{type(owner).__name__}.{name}{signature} takes no dataloader_idx, but there are several loaders. "
                 f"Write it as {write}."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .. import messages
-from ..data.batches import Batches, HandOver
+from ..data.batches import Batches, StepIterator
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
 from . import phases
@@ -14,7 +17,7 @@ from .bind_steps import bind_mover, bind_step, takes_iterator
 from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
-from .manual_step_check import HandSteps
+from .manual_step_check import ManualStepCheck
 from .state import Pending
 from .states import RunningStage
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
@@ -36,38 +39,48 @@ class FitLoop:
 
     Args:
         run: the prepared run, with its module set up.
-        resumed: this rank's state in the checkpoint that this fit resumes from, or None.
+        resumed: this rank's state in the checkpoint that this fit resumes from; None in a new fit, and again once all
+            of it has been restored.
 
     Attributes:
+        validation: runs the validations, and knows when one is due.
+        stops: decides, for all ranks together, after which batch a run stops early.
+        losses: reads the loss from what ``training_step`` returned.
+        manual_step_check: raises if the user's code steps an optimizer that the trainer steps too.
+        schedules: the learning rate schedulers, by the moment at which they advance.
+        max_steps: the number of optimizer steps at which training ends; inf means no limit.
+        log_every: the number of optimizer steps from one transfer of logged values to the loggers to the next.
         at_epoch_start: the host's RNG states when the first batch of the current epoch was requested.
     """
 
+    schedules: Schedules
+    max_steps: float
+    log_every: float
+
     def __init__(self, run: Run, resumed: Resumed | None) -> None:
         self.run, self.state = run, run.state
-        self.hooks, self.metrics = run.hooks, run.metrics
+        self.hooks, self.metrics, self.stops = run.hooks, run.metrics, run.stops
+        self.profiler = run.trainer.profiler
         self.resumed = resumed
         self.validation = Validation(run)
-        self.stops = run.stops
+        self.validate = self.profiler.around("run_validation", self.validation.validate)
         self.takes_iterator = takes_iterator(run.module.training_step)
         self.guarded = any(callback.skips_together for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
-        self.log_every = run.trainer.log_every_n_steps
+        self.manual_step_check = ManualStepCheck(run)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
-        self.hand_steps = HandSteps(run)
         run.fit = self
-        self.profiler = run.trainer.profiler
-        self.validate = self.profiler.around("run_validation", self.validation.validate)
 
     def train(self) -> None:
         """Train until a limit is reached, a stop is requested, or an exception ends the run."""
         run, state, metrics = self.run, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
-        owed = self.owed()
-        if state.epoch_done and owed is not EPOCH_VALUES:
+        pending = self.pending_work()
+        if state.epoch_done and pending is not EPOCH_VALUES:
             self.enter_next_epoch()
-        if run.trainer.limit_train_batches == 0 or (self.finished() and owed is NOTHING):
+        if run.trainer.limit_train_batches == 0 or (self.finished() and pending is NOTHING):
             self.train_nothing()
             return
         state.stage = RunningStage.TRAINING
@@ -78,12 +91,12 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed in (EPOCH_VALUES, TRAIN_END) or state.next_batch == 0):
+        if self.resumed is not None and (pending in (EPOCH_VALUES, TRAIN_END) or state.next_batch == 0):
             self.resumed.restore()
         run_epoch = self.profiler.around("run_training_epoch", self.run_epoch)
-        if owed is EPOCH_VALUES:
+        if pending is EPOCH_VALUES:
             self.finish_epoch()
-        elif owed not in (NOTHING, TRAIN_END):
+        elif pending not in (NOTHING, TRAIN_END):
             run_epoch(state.next_batch)
         while not self.finished():
             run_epoch(state.next_batch)
@@ -97,7 +110,7 @@ class FitLoop:
         self.forward = bind_step(self.run, "training_step")
         self.whole = compiled_whole(self.run, self.forward)
 
-    def owed(self) -> Pending:
+    def pending_work(self) -> Pending:
         """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
         If there is more to train now, a pending end of training or of an incomplete epoch is dropped.
@@ -111,7 +124,7 @@ class FitLoop:
 
     def train_nothing(self) -> None:
         """Report that there is nothing to train; restore the state, so that a new checkpoint equals the loaded one."""
-        self.say_finished()
+        self.report_finished()
         if self.resumed is not None:
             self.resumed.restore()
 
@@ -124,81 +137,112 @@ class FitLoop:
             self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - straight-line code, with fewer calls per batch
-        """Run one pass over the training data, starting at batch ``start_batch``."""
-        run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
+        """Run one pass over the training data, starting at batch ``start_batch``.
+
+        A batch goes through the ``on_train_batch_start`` hooks; the step, which runs forward and backward and, on the
+        last micro-batch of an accumulation window, the optimizer; the learning rate schedulers; the
+        ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
+        ``state.pending`` always names the work that a run resumed from it does first.
+        """
+        run, state, hooks, metrics, stops = self.run, self.state, self.hooks, self.metrics, self.stops
         self.start_epoch()
-        step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
-        run_batch = self.profiler.around("run_training_batch", step)
-        starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
-        num_batches, max_steps = run.source.num_training_batches, limit(run.trainer.max_steps)
-        log_every = self.log_every = run.trainer.log_every_n_steps
-        often = validation.plan_epoch() or bool(schedules.step_plateaus)
-        after_step, after_hooks = metrics.sharings()
+        self.plan_epoch()
+        step, batches = self.step(), self.batches(start_batch)
+        run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
+        batch_starts, batch_ends = hooks.on_train_batch_start, hooks.on_train_batch_end  # tuples of bound methods
+        num_batches = run.source.num_training_batches  # inf if the loader has no length
+        schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
+        every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
+        # Here the ranks reduce values of self.log(..., on_step=True, sync_dist=True); not `active` without such values.
+        step_values, hook_values = metrics.step_value_sharings()
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
-            iterator, over = self.started(batches, start_batch, schedules)
-            for batch in () if over else iterator:
+            iterator = self.start_fetching(batches, start_batch)  # a resumed run first finishes the saved batch
+            already_over = self.at_limit() or stops.here() == "asked"
+            for batch in () if already_over else iterator:
                 batch_idx += 1
                 if batch_idx >= num_batches:
-                    raise RuntimeError(self.length_lie(f"at least {batch_idx + 1}"))
+                    raise RuntimeError(self.wrong_length(f"at least {batch_idx + 1}"))
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
-                metrics.batch = batch
-                if starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in starts]:
-                    self.skip_rest(step, schedules)
+                metrics.batch = batch  # its size is the weight of the logged values
+                if batch_starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_starts]:
+                    self.skip_rest(step)
                     complete = True
                     break
-                outputs = run_batch(batch, batch_idx)
-                if after_step.on:
-                    after_step.meet()
+                outputs = run_step(batch, batch_idx)  # sets state.stepped if an optimizer stepped
+                if step_values.active:
+                    step_values.share()
                 state.batches += 1
                 state.next_batch, state.pending = batch_idx + 1, SCHEDULERS
-                if not state.window:
+                if not state.window:  # no gradients wait for the next optimizer step
                     state.settled = state.batches
                 if schedules.per_batch:
                     schedules.after_batch()
                 state.pending = LOGGING
-                if ends:
+                if batch_ends:
                     outputs = detached(outputs)
-                    for hook in ends:
+                    for hook in batch_ends:
                         hook(outputs, batch, batch_idx)
-                if after_hooks.on:
-                    after_hooks.meet()
-                state.passed += 1
-                reason = stops.at(state.passed) if state.stop else ""
-                if often or reason or (state.stepped and state.updates % log_every == 0):
-                    reason = self.after_hooks(schedules, reason, outputs)
+                if hook_values.active:
+                    hook_values.share()
+                # All ranks stop after the same batch: `at` agrees on it, once any of them has been asked to stop.
+                state.boundaries += 1
+                reason = stops.at(state.boundaries) if state.stop_requested else ""
+                if every_batch or reason or (state.stepped and state.updates % log_every == 0):
+                    reason = self.after_hooks(reason, outputs)
                 else:
                     state.pending = NOTHING
                 if state.window:
                     continue  # training never stops inside a window
                 if reason or state.global_step >= max_steps:
-                    complete = self.leave_epoch(reason)
+                    complete = state.is_last_batch
+                    if reason == "signal" and not complete:
+                        raise stops.by_signal()  # after saving a checkpoint
                     break
             else:
-                complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
-        self.end_epoch(schedules, complete, outputs)
+                complete = state.is_last_batch if already_over else self.check_length(batch_idx + 1, batches)
+        self.end_epoch(complete, outputs)
+
+    def forward_pass(self) -> None:
+        """Run ``training_step`` on one epoch of batches, without gradients, updates, hooks or logging."""
+        metrics = self.metrics
+        before = metrics.enter(phases.TRAIN_BATCH)
+        with torch.no_grad(), metrics.muted(self.run.module), closing(self.batches(0)) as batches:
+            for batch_idx, batch in enumerate(batches):
+                metrics.batch = batch
+                self.forward(batch, batch_idx)
+        metrics.back(before)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
     def start_epoch(self) -> None:
-        """Prepare the epoch before its first batch is fetched."""
-        self.hand_steps.let_go()
-        self.run.source.reload_if_due()
-        self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
+        """Call the hooks of the epoch's start, before its first batch is fetched."""
+        self.manual_step_check.unwatch()  # until the epoch's step is created
+        self.run.source.reload_if_due()  # reload_dataloaders_every_n_epochs
+        self.metrics.enter(phases.ON_TRAIN_EPOCH_START)  # tells self.log where it is called from
         for hook in self.hooks.on_train_epoch_start:
             hook()
         self.metrics.enter(phases.TRAIN_BATCH)
+
+    def plan_epoch(self) -> None:
+        """Read what callbacks may change between epochs, and decide when to validate during this one."""
+        run = self.run
+        self.schedules = Schedules(run, run.lr_scheduler_configs)
+        self.max_steps = limit(run.trainer.max_steps)
+        self.log_every = run.trainer.log_every_n_steps
+        self.validation.plan_epoch()
 
     def step(self) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
         if self.whole is not None:
             return self.whole.step(self.losses)
+        # Is the last batch padding on this rank, run only so that the other ranks do not wait for its gradients?
         empty = self.run.source.last_share == 0.0
         step = choose_step(
             self.run, without_last_items(self.state, self.forward) if empty else self.forward, self.losses
         )
-        self.hand_steps.watch(step)
+        self.manual_step_check.watch(step)
         step = EmptyLastStep(step) if empty else step
         return IteratorStep(step) if self.takes_iterator else step
 
@@ -208,44 +252,45 @@ class FitLoop:
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
+        # In a resumed run, a loader with a saved position continues there; in any other, batches are skipped.
         resumed = self.resumed
-        ended = resumed is not None and start_batch > 0 and resumed.ended
+        ended = resumed is not None and start_batch > 0 and resumed.ended  # the loader had no further batches
         knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
         skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
-            bind_mover(run, 0),
-            lookahead,
-            skip if ended else source.cut() - (start_batch - skip),
-            skip,
-            source.keeps_step(),
+            move=bind_mover(run, 0),
+            lookahead=lookahead,
+            limit=skip if ended else source.cut() - (start_batch - skip),  # `cut` is inf unless there is a limit
+            skip=skip,
+            agree=source.batch_agreement(),  # for loaders without a length: all ranks end after the same batch
             seed=mixed(state.shuffle_seed, state.epoch, run.strategy.data_rank),
             remember=what_fetching_changes(loader) if lookahead else None,
             prepare=None if resumed is None or not start_batch else resumed.before_fetch,
         )
-        return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
+        return StepIterator(found, start_batch, self.metrics) if self.takes_iterator else found
 
-    def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
-        """Return the batch iterator, and whether training is already over.
+    def start_fetching(self, batches: Any, start_batch: int) -> Iterator[Any]:
+        """Return the batch iterator; the first batch may be fetched already.
 
         When the fit resumes, this restores the saved run's state and finishes the batch after which it was saved.
         """
-        resumed = self.resumed
-        if resumed is not None and start_batch > 0:
+        resumed = self.resumed if start_batch > 0 else None
+        if resumed is not None:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
         name = "[_TrainingEpochLoop].train_dataloader_next"
-        iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))  # fetching ahead begins here
-        if resumed is not None and start_batch > 0:
+        iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))
+        if resumed is not None:
             resumed.restore()
-            self.finish_batch(schedules)
+            self.finish_batch()
         self.resumed = None
-        return iterator, self.at_limit() or self.stops.here() == "asked"
+        return iterator
 
-    def place_in_data(self) -> dict[str, Any]:
+    def position_in_data(self) -> dict[str, Any]:
         """Return this rank's position in the data for a checkpoint; a resumed run refetches a prefetched batch."""
         if self.resumed is not None:
-            return self.resumed.place_in_data()
+            return self.resumed.position_in_data()
         batches = None if self.state.epoch_done else self._fetched
         ended = batches is not None and batches.exhausted
         ahead = {} if batches is None or ended else batches.before_ahead or {}
@@ -256,17 +301,17 @@ class FitLoop:
             "loader": ahead.get("loader"),
         }
 
-    def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
-        """Do the work after a batch's last hooks: logging, validation, plateau schedulers.
+    def after_hooks(self, reason: Reason, outputs: Any = None) -> Reason:
+        """Do the work after a batch's last hooks where it is due: logging, validation, plateau schedulers.
 
         After a resume, do only the work that the saved run had not done yet.
 
         ``reason`` is why the run stops after this batch; empty if it does not stop. Returns ``reason``, or a new reason
         from validation.
         """
-        state, validation = self.state, self.validation
+        state, validation, schedules = self.state, self.validation, self.schedules
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
-            self.metrics.flush_step(state.updates, state.epoch, outputs)
+            self.metrics.flush_step(state.x_axis(state.updates), state.epoch, outputs)
         if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
             reason = self.validate()
         if schedules.step_plateaus and state.stepped:
@@ -274,30 +319,31 @@ class FitLoop:
         state.pending = NOTHING
         return reason
 
-    def finish_batch(self, schedules: Schedules) -> None:
+    def finish_batch(self) -> None:
         """Do the work that is still pending for the last batch, such as schedulers and logging."""
         state = self.state
         if state.pending is SCHEDULERS:
-            schedules.after_batch()
+            self.schedules.after_batch()
             state.pending = LOGGING
         if state.pending is not NOTHING:
-            self.after_hooks(schedules, "")
+            self.after_hooks("")
 
-    def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
+    def skip_rest(self, step: ManualStep) -> None:
         """Complete the window and the end-of-batch work of an epoch whose remaining batches a hook skipped."""
         state, validation = self.state, self.validation
         step.finish_window()
         state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
-        self.finish_batch(schedules)
+        self.finish_batch()
 
     def finish_epoch(self) -> None:
         """After resuming from a checkpoint that was written in ``on_train_epoch_end``, finish that epoch."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
-        self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
+        self.schedules = Schedules(self.run, self.run.lr_scheduler_configs)
+        self.close_epoch(complete=self.state.epoch_done)
 
-    def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
+    def end_epoch(self, complete: bool, outputs: Any) -> None:
         """Do the end-of-epoch work. An epoch that is not ``complete`` is continued by a later fit."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
@@ -305,22 +351,24 @@ class FitLoop:
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
             hook()
-        self.close_epoch(schedules, complete, outputs)
+        self.close_epoch(complete, outputs)
 
-    def close_epoch(self, schedules: Schedules, complete: bool, outputs: Any = None) -> None:
+    def close_epoch(self, complete: bool, outputs: Any = None) -> None:
         """Do the work that follows the ``on_train_epoch_end`` hooks."""
-        state, hooks, metrics = self.state, self.hooks, self.metrics
+        state, hooks, metrics, schedules = self.state, self.hooks, self.metrics, self.schedules
         results = metrics.finish_epoch()
         if complete and schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
-        metrics.send_epoch(results, state.updates, state.epoch)
-        metrics.look_at_losses(outputs)
+        metrics.send_epoch(results, state.x_axis(state.updates), state.epoch)
+        metrics.check_losses(outputs)
         state.pending = TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         state.pending = NOTHING
-        metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # values logged by the monitors
+        metrics.send_epoch(
+            metrics.finish_epoch(), state.x_axis(state.updates), state.epoch
+        )  # values logged by the monitors
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
                 f"{type(self.run.module).__name__}.training_step did not step any of self.optimizers() in an entire "
@@ -340,7 +388,7 @@ class FitLoop:
         """Report likely mistakes: a finished run, modules in eval mode, too few steps to log."""
         run = self.run
         if self.at_limit():
-            self.say_finished()
+            self.report_finished()
             return
         asleep = sum(not module.training for module in run.module.modules())
         if asleep:
@@ -357,12 +405,6 @@ class FitLoop:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def leave_epoch(self, reason: Reason) -> bool:
-        """Return True if the epoch's last batch is done; if it is not and ``reason`` is a signal, end the run."""
-        if reason == "signal" and not self.state.is_last_batch:
-            raise self.stops.by_signal()
-        return self.state.is_last_batch
-
     def finished(self) -> bool:
         """Return True if training is over; called between epochs."""
         if self.at_limit():
@@ -378,7 +420,7 @@ class FitLoop:
         epochs = state.epoch + state.epoch_done
         return state.global_step >= limit(run.trainer.max_steps) or epochs >= limit(run.trainer.max_epochs)
 
-    def say_finished(self) -> None:
+    def report_finished(self) -> None:
         """Report that there is nothing to train, why, and how to change that."""
         run, state = self.run, self.state
         if run.trainer.limit_train_batches == 0:
@@ -406,15 +448,19 @@ class FitLoop:
                 f"after {seen} batches in epoch {self.state.epoch}. They are skipped so that no rank waits."
             )
         if seen == 0:
-            raise RuntimeError(
+            self.refuse_empty(
                 f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
                 "once, so pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         if seen < self.run.source.num_training_batches and self.run.source.length_known():
-            raise RuntimeError(self.length_lie(f"only {seen}"))
+            raise RuntimeError(self.wrong_length(f"only {seen}"))
         return True
 
-    def length_lie(self, seen: str) -> str:
+    def refuse_empty(self, why: str) -> None:
+        """Raise an error for an epoch without batches."""
+        raise RuntimeError(why)
+
+    def wrong_length(self, seen: str) -> str:
         """Return the error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has a length of {self.run.source.num_training_batches} batches, but yielded {seen} "

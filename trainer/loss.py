@@ -134,7 +134,7 @@ class LossWatch:
         loss = None if self.warned else _loss_of(output)
         return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
 
-    def look(self, values: dict[str, float], step: int, epoch: int) -> None:
+    def check(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Check values before they go to the loggers, and remove the loss that ``training_step`` returned."""
         losses = {} if self.warned else self.among(values)
         values.pop(self.returned, None)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Schedules:
     """A run's schedulers, grouped by interval once per epoch, because callbacks may replace them."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, configs: list[SchedulerConfig]) -> None:
         self.run = run
         self.own = overridden(run.module, "lr_scheduler_step", TrainingModule) is not None
         self.step_one = method_of(run.module, "lr_scheduler_step", TrainingModule)
-        found = run.lr_scheduler_configs if run.module.automatic_optimization else []
+        found = configs if run.module.automatic_optimization else []
         self.step = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
         self.epoch = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
         self.step_plateaus = [c for c in found if c.interval == "step" and c.reduce_on_plateau]

@@ -45,7 +45,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
     )
 
 
-class HandSteps:
+class ManualStepCheck:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
     The wrapped optimizers from ``self.optimizers()`` raise in later updates, too.
@@ -53,36 +53,36 @@ class HandSteps:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.left = UPDATES
+        self.updates_left = UPDATES
         self._hooks: list[Any] = []
 
     def watch(self, step: Any) -> None:
         """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
-        self.let_go()
-        if not self.left or not hasattr(step, "UPDATE"):
+        self.unwatch()
+        if not self.updates_left or not hasattr(step, "UPDATE"):
             return
         managed, update = self.run.joint, getattr(step, step.UPDATE)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # If an error ends a fit before its first updates, this hook stays on the optimizer.
             fit = self.run.fit
-            if fit is not None and fit.hand_steps is self and self.run.trainer.training and not managed.expected:
+            if fit is not None and fit.manual_step_check is self and self.run.trainer.training and not managed.expected:
                 raise stepped(self.run.module)
 
         def counted(*args: Any) -> None:
             managed.expected = True
             update(*args)
             managed.expected = False
-            self.left -= 1
-            if not self.left:
-                self.let_go()
+            self.updates_left -= 1
+            if not self.updates_left:
+                self.unwatch()
                 setattr(step, step.UPDATE, update)
 
         watched = filter(takes_step_hooks, self.run.optimizers)
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
         setattr(step, step.UPDATE, counted)
 
-    def let_go(self) -> None:
+    def unwatch(self) -> None:
         """Stop watching until the next epoch, because code between epochs, such as a tuner, may step the optimizer."""
         for hook in self._hooks:
             hook.remove()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
+from ..devices.kinds import kind_of
 from .phases import Moment
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 MOST_GROUPS = 16
 
 
-class Options(NamedTuple):
+class RecordOptions(NamedTuple):
     """The arguments of ``self.log`` that must not change from call to call."""
 
     prog_bar: bool
@@ -60,7 +61,7 @@ class Record:
     reduction = "last"
 
     def __init__(
-        self, name: str, suffix: str, options: Options, on_step: bool, on_epoch: bool, weigh: Callable[[str], int]
+        self, name: str, suffix: str, options: RecordOptions, on_step: bool, on_epoch: bool, weigh: Callable[[str], int]
     ) -> None:
         self.key = key = name + suffix
         self.options = options
@@ -104,7 +105,7 @@ class Record:
         """
         raise NotImplementedError
 
-    def fits(self, options: Options) -> bool:
+    def fits(self, options: RecordOptions) -> bool:
         """Return True if these options match restored ones; compares reductions by name, ignores the process group."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
@@ -208,7 +209,7 @@ class SumRecord(Record):
         """Add a value on its device; return a copy as the step's value, or None if step values are not logged."""
         value = scalar(self.key, value)
         if self.total is None:
-            kind = torch.float32 if value.device.type == "mps" else torch.float64
+            kind = kind_of(value.device).widest_float
             self.total = torch.zeros((), dtype=kind, device=value.device)
         self.total.add_(value, alpha=weight)
         return value.clone() if self.on_step else None
@@ -359,7 +360,7 @@ def not_synced(metric: Any) -> Iterator[None]:
 def make_record(
     name: str,
     value: Any,
-    options: Options,
+    options: RecordOptions,
     moment: Moment,
     hook: str,
     dataloader_idx: int | None,
@@ -399,7 +400,7 @@ def make_record(
     return record
 
 
-def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bool, bool]:
+def _cadence(name: str, options: RecordOptions, moment: Moment, hook: str) -> tuple[bool, bool]:
     on_step = moment.on_step if options.on_step is None else options.on_step
     on_epoch = not moment.on_step if options.on_epoch is None else options.on_epoch
     if on_step and not moment.step_allowed:
@@ -450,7 +451,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def scalar(name: str, value: Tensor) -> Tensor:
-    """Return ``value`` with shape (); raise an error that contains ``name`` if it has more than one element."""
+    """Reshape ``value`` to shape (); if it has more than one element, raise an error that mentions ``name``."""
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -462,7 +463,7 @@ def scalar(name: str, value: Tensor) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise an error that contains ``name`` if it is not a number."""
+    """Return ``value`` as a float; if it is not a number, raise an error that mentions ``name``."""
     if isinstance(value, (int, float)):
         return float(value)
     try:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of, conflicting_sizes
+from ..devices.kinds import kind_of
 from .hook_names import calling_hook
-from .metric_reductions import MetricRecord, Options, Record, Table, as_tensor, make_record
+from .metric_reductions import MetricRecord, Record, RecordOptions, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
 from .shared_step_values import Sharing
 
@@ -56,7 +57,7 @@ class MetricStore:
         self.epoch_ended = False
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
-        self.listener: Callable[[str, Any, Options], Any] | None = None
+        self.listener: Callable[[str, Any, RecordOptions], Any] | None = None
         self.losses: LossWatch | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
@@ -87,7 +88,7 @@ class MetricStore:
         """Return to the point in the run that :meth:`enter` returned."""
         self._moment, self.records, self._dataloader_idx = place
 
-    def define(self, name: str, value: Any, options: Options) -> Record:
+    def define(self, name: str, value: Any, options: RecordOptions) -> Record:
         """Check the first call with ``name`` at this point in the run, and create its record."""
         if self.listener is not None:
             return self.listener(name, value, options)
@@ -99,7 +100,7 @@ class MetricStore:
         if known is not None:
             changed = ", ".join(
                 f"{f}={getattr(known.options, f)!r} then {getattr(options, f)!r}"
-                for f in Options._fields
+                for f in RecordOptions._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
             if not changed:  # compiled by torch 2.11, a named tuple differs from every tuple
@@ -125,7 +126,7 @@ class MetricStore:
             self.steps_in_evaluation = True
         return record
 
-    def sharings(self) -> tuple[Sharing, Sharing]:
+    def step_value_sharings(self) -> tuple[Sharing, Sharing]:
         """Return the points where processes share step values: after the step, and after the end-of-batch hooks."""
         stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
@@ -135,7 +136,7 @@ class MetricStore:
         return self._sharings[stage, idx, False], self._sharings[stage, idx, True]
 
     def _shared_with(self, hook: str) -> Sharing:
-        return self.sharings()[hook.endswith("_batch_end")]
+        return self.step_value_sharings()[hook.endswith("_batch_end")]
 
     def _refuse_overwriting(self, name: str, record: Record) -> None:
         """Raise if two loaders log under the same key, because the later value would replace the earlier one."""
@@ -186,7 +187,7 @@ class MetricStore:
         kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
         states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
         yield
-        sharing = self.sharings()[0]
+        sharing = self.step_value_sharings()[0]
         logged = dict(sharing.pending)
         forget()
         sharing.muted = True
@@ -201,7 +202,7 @@ class MetricStore:
 
     def remember(self) -> Callable[[], None]:
         """Return a function that discards the values logged from now on, except in torchmetrics states."""
-        table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
+        table, steps, sharing = self.records, self.steps_in_evaluation, self.step_value_sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
 
@@ -274,7 +275,7 @@ class MetricStore:
                 found[record.step_key] = value
         return self._bar.read(found)
 
-    def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
+    def flush_step(self, stage_step: int, epoch: int | None, output: Any = None) -> None:
         """Send the step values logged since the last flush to the loggers, at ``stage_step`` on the x axis.
 
         ``output`` is the last output of ``training_step``; its loss is checked.
@@ -294,13 +295,19 @@ class MetricStore:
             self.drain(wait=False)
 
     def flush_eval_step(self) -> None:
-        """Send an evaluation batch's step values; each stage counts its own steps."""
+        """Send an evaluation batch's step values; each loader of a stage counts its own steps."""
         stage = str(self.state.stage or "")
         if stage == "sanity_check":
             return
+        if self._dataloader_idx:
+            stage += f"/{self._dataloader_idx}"
         step = self._eval_steps.get(stage, 0)
         self._eval_steps[stage] = step + 1
-        self.flush_step(step, self.state.epoch)
+        self.flush_step(step, self.epoch_of_eval_step())
+
+    def epoch_of_eval_step(self) -> int | None:
+        """Return the epoch that loggers get with the step values of an evaluation."""
+        return self.state.epoch
 
     def drain(self, wait: bool = True) -> None:
         """Send values to the loggers, in order: those that have reached the host or, with ``wait``, all of them."""
@@ -308,20 +315,20 @@ class MetricStore:
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)
 
-    def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
-        self._look(values, step, epoch)
+    def _write(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        self._check_values(values, step, epoch)
         if not values:
             return
         if "step" in values:
             step = int(values.pop("step"))
         self.sent.update(values)
         if self.send is not None:
-            self.send({"epoch": epoch, **values}, step)
+            self.send(values if epoch is None else {"epoch": epoch, **values}, step)
 
-    def _look(self, values: dict[str, float], step: int, epoch: int) -> None:
+    def _check_values(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         if self.losses is not None:
             at = step if self.state.stage == "train" else self.state.updates
-            self.losses.look(values, at, epoch)
+            self.losses.check(values, at, self.state.epoch if epoch is None else epoch)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -393,11 +400,11 @@ class MetricStore:
             self._write(logged, step, epoch)
         return numbers
 
-    def look_at_losses(self, output: Any) -> None:
+    def check_losses(self, output: Any) -> None:
         """Check an epoch's last losses, including the last step's in ``output`` (this waits for the device)."""
         if self.losses is not None and not self.losses.warned:
             values = self.losses.among(self._finished)
-            self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
+            self._check_values(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
         """Discard everything that the stage has logged, because a sanity check's values are not results."""
@@ -460,24 +467,25 @@ def to_host(values: dict[str, Any]) -> dict[str, float]:
 
 def _stacked(values: Iterable[Tensor]) -> Tensor:
     """Stack scalar tensors on the same device, in float64 if the device supports it."""
-    return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
+    return torch.stack([v.detach().reshape(()).to(kind_of(v.device).widest_float) for v in values])
 
 
 class _HostCopy:
     """A transfer of scalar values to the host: started immediately and read once complete."""
 
-    def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
+    def __init__(self, values: dict[str, Any], step: int = 0, epoch: int | None = 0) -> None:
         self.step, self.epoch = step, epoch
         self._event: Any = None
-        away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type == "cuda"}
+        away = {k: v for k, v in values.items() if isinstance(v, Tensor) and kind_of(v.device).overlaps_copies()}
         if not away:
             self._numbers = to_host(values)
             return
+        kind = kind_of(next(iter(away.values())).device)
         stacked = _stacked(away.values())
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         self._names = list(away)
         self._numbers = dict.fromkeys(values, 0.0) | to_host({k: v for k, v in values.items() if k not in away})
-        self._event = torch.cuda.Event()
+        self._event = kind.new_event()
         self._event.record()
 
     def ready(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..data.batches import batch_size_of
-from .metric_reductions import Options, Table, check_value, not_synced, reduction_of, taken
+from .metric_reductions import RecordOptions, Table, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
@@ -24,7 +24,7 @@ class Logged(NamedTuple):
     """The arguments with which a name was logged in one batch, without the value."""
 
     name: str
-    options: Options
+    options: RecordOptions
     batch_size: int | None
     dtype: str
     metric: str | None
@@ -89,7 +89,7 @@ class JoiningStep:
         options = options._replace(reduce_fx=reduction)
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
 
-    def _shown(self, metric: Any, options: Options) -> Any:
+    def _shown(self, metric: Any, options: RecordOptions) -> Any:
         """Return a metric object's step value, from the last micro-batch; 0 if step values are not logged."""
         on_step = self.store.moment.on_step if options.on_step is None else options.on_step
         if not on_step:
@@ -119,7 +119,7 @@ class JoiningStep:
 class Heard:
     """Receives one call to ``self.log``, in place of the record that the call would update."""
 
-    def __init__(self, calls: list[Any], name: str, options: Options) -> None:
+    def __init__(self, calls: list[Any], name: str, options: RecordOptions) -> None:
         self.calls, self.name, self.options = calls, name, options
         self.value: Any = None
         self.batch_size: int | None = None
@@ -141,7 +141,7 @@ class _Call(Heard):
 
 
 def listened(
-    store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
+    store: MetricStore, listener: Callable[[str, Any, RecordOptions], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
     """Call a function, and use ``listener`` to create a replacement for the record of each name that it logs."""
     before, store.records = store.records, Table()  # empty, so that every self.log call requests its record

@@ -20,7 +20,7 @@ from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
 from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
-from .metric_reductions import Group, Options
+from .metric_reductions import Group, RecordOptions
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         )
         record = store.records.get(name)
         if record is None or record.options != options:
-            record = store.define(name, value, Options(*options))
+            record = store.define(name, value, RecordOptions(*options))
         record.update(value, batch_size)
 
     def log_dict(
@@ -424,20 +424,20 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         store = None if trainer is None or trainer.barebones else trainer.current_run.metrics
-        self._tie(dict.fromkeys(self._family(), (trainer, store)))
+        self._attach(dict.fromkeys(self._family(), (trainer, store)))
 
     def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:
         """Return this module and the TrainingModules in it, with the trainer and metric store of each."""
         return {m: (m._trainer, m._metric_store) for m in self.modules() if isinstance(m, TrainingModule)}
 
     @staticmethod
-    def _tie(family: Mapping[TrainingModule, tuple[Trainer | None, MetricStore | None]]) -> None:
+    def _attach(family: Mapping[TrainingModule, tuple[Trainer | None, MetricStore | None]]) -> None:
         for module, (trainer, store) in family.items():
             module.__dict__["_trainer"], module.__dict__["_metric_store"] = trainer, store
 
     def _end_run(self) -> None:
         """Make ``self.log`` do nothing from now on."""
-        self._tie({module: (trainer, None) for module, (trainer, _) in self._family().items()})
+        self._attach({module: (trainer, None) for module, (trainer, _) in self._family().items()})
 
     @property
     def current_epoch(self) -> int:
@@ -545,6 +545,6 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self.eval()
             return torch.onnx.export(self, arguments, file_path, **kwargs)  # type: ignore[arg-type]
         finally:
-            self._tie(family)
+            self._attach(family)
             for module, training in modes:
                 module.training = training

@@ -27,11 +27,11 @@ from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
 from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
 from .arguments import Request
-from .checkpoint_contents import left_for_checkpoints
+from .checkpoint_contents import child_run_data
 from .hooks import overridden
 from .module import TrainingModule
 from .run import Run
-from .start_run import bind_hooks, end_logging, find_module, tie
+from .start_run import attach_parts, bind_hooks, end_logging, find_module
 from .state import RunState
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Re
 @contextmanager
 def _fit_put_aside(run: Run) -> Iterator[None]:
     """Context manager that keeps the previous fit's optimizers and schedulers out of the new processes."""
-    optimizers, configs, left = run.optimizers, run.lr_scheduler_configs, run.left
-    run.optimizers, run.lr_scheduler_configs, run.left = [], [], None
+    optimizers, configs, child_data = run.optimizers, run.lr_scheduler_configs, run.child_data
+    run.optimizers, run.lr_scheduler_configs, run.child_data = [], [], None
     try:
         yield
     finally:
-        run.optimizers, run.lr_scheduler_configs, run.left = optimizers, configs, left
+        run.optimizers, run.lr_scheduler_configs, run.child_data = optimizers, configs, child_data
 
 
 # ---- in the processes that were started ------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) 
     run = trainer.current_run = Run(trainer, request, trainer.current_run)
     result = run.execute()
     strategy, module = run.strategy, run.module
-    weights, left = strategy.model_state(module), left_for_checkpoints(run)
+    weights, child_data = strategy.model_state(module), child_run_data(run)
     states = [strategy.optimizer_state(run.model, optimizer) for optimizer in run.optimizers]
     report = None
     if strategy.is_global_zero:
         training = _training(run, states) if request.fn == "fit" else None
         parts = {"born": _born(module, sent), "weights": _pickled(weights, {}), "training": training}
-        report = pickle.dumps(parts | {"rest": _rest(run, result, left)})
+        report = pickle.dumps(parts | {"rest": _rest(run, result, child_data)})
     leave()
     return report
 
@@ -102,13 +102,13 @@ def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
         return str(error)
 
 
-def _rest(run: Run, result: Any, left: Any) -> bytes:
+def _rest(run: Run, result: Any, child_data: Any) -> bytes:
     module, store, anchors = run.module, run.metrics, _anchors(run, with_optimizers=True)
     owners = {name: owner for name, owner in anchors.items() if name.startswith(("callback ", "logger ", "profiler"))}
     datamodule = run.datamodule
     report = {
         "result": result,
-        "left": left,
+        "child_data": child_data,
         "random": host_random_states(),
         "state": {name: getattr(run.state, name) for name in RunState.__slots__},
         "trainer": _portable(vars(run.trainer), anchors, _OF_ITS_PROCESS),
@@ -144,15 +144,15 @@ def _take_over(run: Run, request: Request, report: bytes) -> Any:
     """Update the Trainer and its objects to their state after the run; return the run's result."""
     found = pickle.loads(report)
     module, _ = find_module(run, request)
-    tie(run, request, module)
+    attach_parts(run, request, module)
     _add_layers(run, module, found["born"])
     lacks = _load_weights(module, _loaded(found["weights"], {}))
     if request.fn == "fit":
         lacks = _take_training(run, lacks or found["training"])
     rest = _loaded(found["rest"], _anchors(run, with_optimizers=True))
     _take_rest(run, rest)
-    if request.fn == "fit" or run.left is None:
-        run.left = rest["left"]._replace(lacks=lacks)
+    if request.fn == "fit" or run.child_data is None:
+        run.child_data = rest["child_data"]._replace(lacks=lacks)
     bind_hooks(run)
     end_logging(run)
     set_random_states(rest["random"])
@@ -345,7 +345,7 @@ def _pickled(value: Any, anchors: dict[str, Any], writer: type[_Writer] = _Write
     return stream.getvalue()
 
 
-class _Reader(pickle.Unpickler):
+class _RunReader(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
         self._anchors = anchors
@@ -355,4 +355,4 @@ class _Reader(pickle.Unpickler):
 
 
 def _loaded(packed: bytes, anchors: dict[str, Any]) -> Any:
-    return _Reader(io.BytesIO(packed), anchors).load()
+    return _RunReader(io.BytesIO(packed), anchors).load()

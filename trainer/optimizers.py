@@ -282,7 +282,8 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     if unused and not automatic:
         messages.warn_once(
             f"{owner} sets {messages.names(unused, 'and')} for a scheduler, but manual optimization ignores such "
-            "settings. Call step() on self.lr_schedulers() in a hook or step of your own."
+            "settings. Call step() on self.lr_schedulers() in a hook or step of your own.",
+            category=messages.ValueWarning,
         )
     if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
         settings["interval"] = "step"

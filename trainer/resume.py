@@ -44,7 +44,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     }
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
-        kept |= fit.place_in_data()
+        kept |= fit.position_in_data()
         if state.pending is Pending.VALIDATION and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if run.source.train_loader is not None and not kept.get("loader"):
@@ -182,7 +182,7 @@ class Resumed:
         """Whether the loader had ended before the last batch of the epoch was trained on."""
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
-    def place_in_data(self) -> dict[str, Any]:
+    def position_in_data(self) -> dict[str, Any]:
         """Return this rank's saved position in the data, for a checkpoint that is written before a batch is fetched."""
         names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
         own = self.own if self.in_loops and self._alike else None

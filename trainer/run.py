@@ -1,4 +1,4 @@
-"""One run of an entry point: its request, everything created for it, and its teardown."""
+"""One run of an entry point: the arguments of the call, everything created for the run, and its teardown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Rollback
-from ..checkpoint.folder_lock import Claims
+from ..checkpoint.folder_lock import FolderLocks
 from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..memory.out_of_memory_error import out_of_memory
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..data.datamodule import DataModule
-    from .checkpoint_contents import Left
+    from .checkpoint_contents import ChildRunData
     from .hooks import HookTable
     from .module import TrainingModule
     from .optimizers import SchedulerConfig
@@ -67,8 +67,8 @@ class Run:
         newest: the checkpoint that ``"last"`` or ``"auto"`` found, on rank 0.
         resumes: whether the fit restores more than a checkpoint's weights.
         saves: the number of the latest save in this run or its checkpoint folders.
-        left: the data that a run in other processes left for a checkpoint; None after a run in this process.
-        claims: the folders that this run has locked.
+        child_data: the data that a run in other processes left for a checkpoint; None after a run in this process.
+        folder_locks: the folders that this run has locked.
         shared_log_dir: rank 0's folder for the run; None with a single process.
     """
 
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, trainer: Trainer, request: Request | None = None, before: Run | None = None) -> None:
         self.trainer, self.request, self.strategy = trainer, request, trainer.strategy
         self.state = trainer.state
-        self.claims = Claims()
+        self.folder_locks = FolderLocks()
         self.hooks = self.stops = None  # type: ignore[assignment] - set in `execute`
         self.module = before and before.module  # type: ignore[assignment] - set in `execute`
         self.model: Any = before and before.model
@@ -96,7 +96,7 @@ class Run:
         self.newest: Any = before and before.newest
         self.resumes = before is not None and before.resumes
         self.saves = 0 if before is None else before.saves
-        self.left: Left | None = before and before.left
+        self.child_data: ChildRunData | None = before and before.child_data
         self.shared_log_dir: str | None = None
         self.layer_sync: LayerSync | None = None
 
@@ -131,7 +131,7 @@ class Run:
 
         After a run in other processes, this process holds the unsharded states.
         """
-        return self.strategy if self.left is None else Strategy()
+        return self.strategy if self.child_data is None else Strategy()
 
     @property
     def log_dir(self) -> str | None:
@@ -159,25 +159,27 @@ class Run:
             self.state.begin(request.fn)
             self.hooks = None  # type: ignore[assignment] - hooks are bound before any is called
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
-            kept = freed_memory_kept(self.strategy.device)
-            with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
+            reuses_memory = freed_memory_kept(self.strategy.device)  # on a CPU: by later batches
+            # A signal only sets `state.signum`; the stops decide, for all ranks together, after which batch a run ends.
+            with watch(self.state, wanted), Stops(self, wanted) as self.stops, reuses_memory:
                 try:
-                    with timings.phase(request.fn), numerics(self.trainer):
-                        resumed = attach(self, request)
+                    with timings.phase(request.fn), numerics(self.trainer):  # numerics: torch's global settings
+                        resumed = attach(self, request)  # module, data, hooks, device, optimizers and checkpoint
                         if request.fn == "fit":
                             FitLoop(self, resumed).train()
                         else:
                             result = self._evaluation(request).evaluate()
                         for hook in self.hooks.on_fit_end if request.fn == "fit" else ():
                             hook()
-                        self.saver.wait()
-                        self.stops.at_end()
+                        self.saver.wait()  # for a checkpoint that is still being written
+                        self.stops.at_end()  # raises on all ranks if any of them got a signal in the meantime
                         self.trainer.profiler.finish(self.trainer)
                     failed = False
                 except Rollback as rollback:
                     self.saver.wait()
                     back, failed = rollback.with_traceback(None), False
                 except BaseException as error:
+                    # If the cause is known, raise an error that says what to change instead.
                     better = explain_lost_worker(error, self.state.where(), self.source.name_of)
                     better = better or self.strategy.explain(error) or out_of_memory(self, error)
                     self._fail(better or error)
@@ -206,7 +208,7 @@ class Run:
         """Report an error to the strategy, profiler and hooks; errors that they raise do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
-            self.strategy.abandon(error)
+            self.strategy.abandon(error)  # from here on, this process does not wait for the others
         profiler = self.trainer.profiler
         _run_all([profiler.interrupted, self.metrics.drain, partial(self.saver.wait, together=False)])
         if self.hooks is not None:
@@ -226,7 +228,7 @@ class Run:
         jobs += [
             self.saver.close,
             self.trainer.checkpoint_io.teardown,
-            self.claims.release,
+            self.folder_locks.release,
             self.source.release,
             self.strategy.teardown,
         ]
@@ -274,7 +276,7 @@ class Run:
 #: Attributes of a run that a copy of its Trainer keeps unchanged.
 COPIED = (
     *("module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
-    *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "left", "shared_log_dir"),
+    *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "child_data", "shared_log_dir"),
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..torch_private import pytree
 from . import phases
-from .metric_reductions import MetricRecord, Options, Record, make_record, reduction_of
+from .metric_reductions import MetricRecord, Record, RecordOptions, make_record, reduction_of
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
@@ -69,7 +69,7 @@ def _record(entry: dict[str, Any], store: MetricStore, module: nn.Module) -> Rec
         except AttributeError:
             return None
     moment = _MOMENTS[entry["moment"]]
-    options = Options(*entry["options"])
+    options = RecordOptions(*entry["options"])
     record = make_record(entry["name"], value, options, moment, moment.name, entry["loader"], store.weigher(moment))
     if entry["double"]:
         record.dtype = torch.float64

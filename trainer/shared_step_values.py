@@ -34,14 +34,14 @@ class Sharing:
     """A point (``where``) in each batch of a loader at which processes share values; never if not ``used``.
 
     Attributes:
-        on: True if the processes meet here, or have not agreed yet whether they do.
+        active: True if the processes meet here, or have not agreed yet whether they do.
         muted: whether this process contributes no values to the next meeting, because its batch is only padding.
         pending: the records updated since the last meeting, by key.
     """
 
     def __init__(self, strategy: Strategy, where: str, used: bool) -> None:
         self.strategy, self.where = strategy, where
-        self.on = used and strategy.world_size > 1
+        self.active = used and strategy.world_size > 1
         self.muted = False
         self.pending: dict[str, Record] = {}
         self._agreed = self._late = False
@@ -58,7 +58,7 @@ class Sharing:
         record.together = True
         self._late |= self._agreed and group is None and "" not in self._groups
         self._groups[_name(group)] = group
-        self.on = True
+        self.active = True
         take, pending = record.update, self.pending
 
         def update(value: Any, batch_size: int | None) -> None:
@@ -67,7 +67,7 @@ class Sharing:
 
         record.update = update
 
-    def meet(self, counts: bool = True) -> None:
+    def share(self, counts: bool = True) -> None:
         """Reduce the values logged since the last meeting; every process must call this after each of its batches.
 
         This process's values are included if ``counts`` is True and it is not ``muted``. Raises ValueError if the
@@ -86,7 +86,7 @@ class Sharing:
     def idle(self, groups: list[str] | None) -> list[str]:
         """Join a meeting without a batch. Return those of ``groups`` (all if None) in which any process had values."""
         self.pending.clear()
-        if not self.on or not self._settled():
+        if not self.active or not self._settled():
             return []
         groups = sorted(self._groups) if groups is None else groups
         return [name for name in groups if self._reduce(self._groups[name], {}, False)]
@@ -100,13 +100,13 @@ class Sharing:
             self._agreed = True
             if self.strategy.agree("" in self._groups):
                 self._groups[""] = None
-            self.on = bool(self._groups)
+            self.active = bool(self._groups)
         elif self._late:
             self._late = False
             names = messages.names(sorted(self.pending), "and")
             if not self.strategy.same("step values", f"self.log({names}, sync_dist=True), here for the first time"):
                 raise self._unlike(None, [f"{_op(record)} {key}" for key, record in self.pending.items()])
-        return self.on
+        return self.active
 
     def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
         """Reduce records across a group and store the results in them. Returns whether any process had values."""
@@ -176,8 +176,8 @@ class Sharing:
 def stand_by(places: Iterable[Sharing]) -> None:
     """Join the other processes at these points, but contribute no values, because this batch is only padding."""
     for place in places:
-        if place.on:
-            place.meet(counts=False)
+        if place.active:
+            place.share(counts=False)
 
 
 def keep_step(places: Iterable[Sharing]) -> None:

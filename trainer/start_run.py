@@ -10,12 +10,15 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..callbacks.checkpoint_retention import Checkpoint
 from ..checkpoint import manifest, objects
-from ..checkpoint.find import find_checkpoint, highest_sequence
+from ..checkpoint.atomic_write import remove_temporaries
+from ..checkpoint.find import SearchFolders, highest_sequence, newest_checkpoint
 from ..checkpoint.hyperparameters import plain_config
 from ..checkpoint.logger_positions import say_where, take_over
 from ..checkpoint.read import read
 from ..checkpoint.sharded_folder import together
+from ..checkpoint.storage import is_remote, location
 from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
@@ -46,7 +49,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 def attach(run: Run, request: Request) -> Resumed | None:
     """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
-    run.left = None
+    run.child_data = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
     run.strategy.progress = run.state.where
@@ -191,7 +194,7 @@ def _unwrapped(module: Any) -> Any:
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
     """Connect the run, module, data and callbacks, and check them before any of their code runs."""
-    loaders = tie(run, request, module)
+    loaders = attach_parts(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
     bind_hooks(run)
@@ -203,7 +206,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
         )
 
 
-def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
+def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     """Attach the module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
@@ -222,7 +225,7 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     run.module = run.model = module
     run.datamodule = datamodule
     run.source = DataSource(run, loaders)
-    send = None if run.trainer.barebones else run.trainer.log_metrics
+    send = None if run.trainer.barebones else run.trainer._send
     run.metrics = MetricStore(run.state, run.strategy, send)
     module.trainer = run.trainer
     if datamodule is not None:
@@ -336,6 +339,8 @@ def prepare_data(run: Run) -> None:
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
     """Return the checkpoint to load, as passed or set on the trainer. ``"best"`` is resolved before callbacks change.
 
+    If the module is ``reused`` from the previous run, an evaluation loads that run's best checkpoint by default.
+
     ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
     requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
     may have nothing left to train.
@@ -346,7 +351,19 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
     asked = request.ckpt_path if told is None else told
     if asked is None and request.fn == "fit" and is_requeued():
         asked = "auto"
-    return asked if asked in ("last", "auto") else find_checkpoint(run, asked, request.fn, reused)
+    if asked in ("last", "auto"):
+        return asked
+    if asked not in (None, "best"):
+        return location(asked)
+    if asked is None and (not reused or request.fn == "fit"):
+        return None
+    best = next((c.best_model_path for c in run.trainer.checkpoint_callbacks if c.best_model_path), None)
+    if best is None and asked == "best":
+        raise ValueError(
+            f"Trainer.{request.fn}(ckpt_path='best') found no best checkpoint, because none has been saved yet. Train "
+            "with a ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
+        )
+    return None if best is None else location(best)
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
@@ -367,16 +384,30 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
     """Return the checkpoint that ``path`` refers to on rank 0, because other ranks may see different files."""
 
     def find() -> Any:
-        return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
+        if path not in ("last", "auto") or not run.strategy.is_global_zero:
+            return path
+        newest = newest_checkpoint(path, request.fn, search_folders(run))
+        if newest is not None and request.fn == "fit":
+            if run.folder_locks.take([str(newest.parent)], alone=True):
+                remove_temporaries(newest.parent)
+            run.newest = newest
+        return newest
 
     return run.strategy.broadcast(together(run.strategy, "found", find))
+
+
+def search_folders(run: Run) -> SearchFolders:
+    """Return the folders in which the run's checkpoints, and those of earlier runs, may be."""
+    root, loggers = run.trainer.default_root_dir, run.trainer.loggers
+    savers = [(c.dirpath, c.filename) for c in run.trainer.callbacks if isinstance(c, Checkpoint)]
+    return SearchFolders.of(savers, loggers[0].run_dirs() if loggers and not is_remote(root) else [root])
 
 
 def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
     """Read the checkpoint to load; return None if there is none."""
     path = run.ckpt_path = found_on_rank_0(run, request, path)
     if request.fn == "fit" and run.strategy.is_global_zero:
-        run.saves = max(run.saves, highest_sequence(run))
+        run.saves = max(run.saves, highest_sequence(search_folders(run)))
     if path is None:
         return None
     if request.fn != "fit":

@@ -46,10 +46,10 @@ class RunState:
         shuffle_seed: the seed that, together with the epoch, determines the shuffling.
         signum: the signal that asked the run to end at the next step boundary, or 0.
         should_stop: whether training was asked to stop (takes effect after ``min_epochs`` and ``min_steps``).
-        stop: whether there may be a reason to stop, in this or another process; if so, the loop checks before it
-            continues.
+        stop_requested: whether there may be a reason to stop, in this or another process; if so, the loop checks before
+            it continues.
         saving: whether a checkpoint is being written because a signal ends the run.
-        passed: number of boundaries that this run has passed (see :mod:`.stopping`).
+        boundaries: number of boundaries that this run has passed (see :mod:`.stopping`).
         evaluated: number of evaluation batches started in this run, across all stages and loaders.
     """
 
@@ -71,9 +71,9 @@ class RunState:
     shuffle_seed: int = 0
     signum: int = 0
     should_stop: bool = False
-    stop: bool = False
+    stop_requested: bool = False
     saving: bool = False
-    passed: int = 0
+    boundaries: int = 0
     evaluated: int = 0
 
     #: The counters that a checkpoint stores.
@@ -85,8 +85,12 @@ class RunState:
     def begin(self, fn: str) -> None:
         """Begin a run, and clear any earlier request to stop."""
         self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
-        self.signum = self.passed = self.evaluated = 0
-        self.should_stop = self.stop = self.saving = False
+        self.signum = self.boundaries = self.evaluated = 0
+        self.should_stop = self.stop_requested = self.saving = False
+
+    def x_axis(self, updates: int) -> int:
+        """Return the loggers' position on the x axis for values logged after ``updates`` updates."""
+        return updates
 
     @property
     def finished(self) -> bool:

@@ -69,6 +69,8 @@ class TrainStep(ManualStep):
 
     #: The name of the method that runs an update.
     UPDATE = "update"
+    #: Whether gradients are cleared before a window's first backward instead of right after the update.
+    clears_first = False
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward)
@@ -80,6 +82,7 @@ class TrainStep(ManualStep):
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
+        # `overridden` returns a user's own method, or None; `by_module` only adds the timing if there is a profiler.
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
         self.scales = strategy.precision.scaler is not None
@@ -115,11 +118,12 @@ class TrainStep(ManualStep):
             no_batch(self.run)
             return self.skip()
         if self.sync is not None:
-            self.sync(complete)
+            self.sync(complete)  # ranks average gradients only in the backward that completes a window
         output = self.forward(batch, batch_idx)
+        # `read` checks the form of the output; None means that the batch is skipped.
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
         if loss is None:
-            return self.skip()
+            return self.skip_loss()
         self.differentiate(loss)
         state.window += 1
         if complete:
@@ -131,6 +135,10 @@ class TrainStep(ManualStep):
         if self.state.is_last_batch:
             self.finish_window()
 
+    def skip_loss(self) -> None:
+        """Skip a batch for which ``training_step`` returned None."""
+        self.skip()
+
     def differentiate(self, loss: Tensor) -> None:
         """Run backward on one micro-batch."""
         if not self.losses.by_items:
@@ -138,6 +146,8 @@ class TrainStep(ManualStep):
                 loss = loss / self.accumulate
             if self.share != 1.0 and self.state.is_last_batch:
                 loss = loss * self.share
+        if self.clears_first and not self.state.window:
+            self.zero_grad()
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -156,28 +166,35 @@ class TrainStep(ManualStep):
     def finish_window(self) -> None:
         if self.state.window:
             if self.sync is not None:
-                self.run.strategy.complete_gradients(self.optimizer)
+                self.run.strategy.complete_gradients(self.optimizer)  # averages what no backward has averaged
             self.update()
 
     def update(self) -> None:
         """Unscale and clip the gradients, step the optimizer and clear the gradients."""
         optimizer, state = self.optimizer, self.state
         self.complete()
-        stepped = self.take(optimizer)
-        for hook in self.before_zero:
-            hook(optimizer)
-        self.clear(optimizer)
+        stepped = self.take(optimizer)  # False if fp16 found an overflow
+        if not self.clears_first:  # one call less than zero_grad
+            for hook in self.before_zero:
+                hook(optimizer)
+            self.clear(optimizer)
         state.window = 0
         if stepped:
             state.stepped = True
             state.global_step += 1
             state.updates += 1
 
+    def zero_grad(self) -> None:
+        """Clear the gradients, after the ``on_before_zero_grad`` hooks."""
+        for hook in self.before_zero:
+            hook(self.optimizer)
+        self.clear(self.optimizer)
+
     def complete(self) -> None:
         """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
-        if self.scales or by_items or window != self.accumulate:
+        if self.scales or by_items or window != self.accumulate:  # otherwise, the losses were divided exactly
             factor = self.losses.finish_window() if by_items else self.accumulate / window
             self.run.strategy.finish_gradients(optimizer, factor)
         for hook in self.before_step:
@@ -198,13 +215,17 @@ class ClosureStep(TrainStep):
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
-            raise ValueError(
+            self.refuse(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) does not work with LBFGS, because LBFGS "
                 "evaluates the loss of one batch several times, so gradients of earlier batches would be lost. Use a "
                 "larger batch and accumulate_grad_batches=1."
             )
         self.managed = run.joint
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
+
+    def refuse(self, why: str) -> None:
+        """Raise an error for an accumulation that the optimizer does not support."""
+        raise ValueError(why)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
@@ -220,8 +241,9 @@ class ClosureStep(TrainStep):
 
         def closure() -> Tensor | None:
             if evaluated:
-                self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
+                if state.window or not self.clears_first:
+                    self.clear(self.optimizer)
             self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
@@ -253,9 +275,8 @@ class ClosureStep(TrainStep):
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
-            for hook in self.before_zero:
-                hook(self.optimizer)
-            self.clear(self.optimizer)
+            if not self.clears_first:
+                self.zero_grad()
             state.window = 0
 
     def finish_window(self) -> None:

@@ -39,14 +39,17 @@ class Stops:
 
     def here(self) -> Reason:
         """Pass a boundary; return why the run stops there, or an empty string. The loop inlines this code."""
-        reason = self.at(self.state.passed + 1) if self.state.stop else ""
-        self.state.passed += 1
-        if self.state.stop:
-            reason = self.at(self.state.passed)
+        reason = self.at(self.state.boundaries + 1) if self.state.stop_requested else ""
+        self.state.boundaries += 1
+        if self.state.stop_requested:
+            reason = self.at(self.state.boundaries)
         return reason
 
     def at(self, boundary: int) -> Reason:
-        """Return why the run stops at a boundary; empty if it does not. Called only while ``state.stop`` is set."""
+        """Return why the run stops at a boundary; empty if it does not.
+
+        Called only while ``state.stop_requested`` is set.
+        """
         state = self.state
         if self._found is None:
             self._found = self._decide(boundary)
@@ -64,11 +67,11 @@ class Stops:
     def _decide(self, boundary: int) -> Stop | None:
         """Agree with the other processes on where to stop; return None if there is no reason to stop."""
         state, strategy = self.state, self.run.strategy
-        state.stop = False  # reset before reading the requests, because a later request sets it again
+        state.stop_requested = False  # reset before reading the requests, because a later request sets it again
         told = strategy.is_told_to_stop()
         if not (told or state.signum or state.should_stop):
             return None
-        state.stop = True
+        state.stop_requested = True
         wants = state.fn == "fit" and state.should_stop and self.run.trainer.may_stop()
         if not (told or state.signum or wants):
             return None

@@ -63,8 +63,8 @@ class Trainer:
     argument that is left out is also read from the environment variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
-        accelerator: the kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
-            ``"mps"`` or ``"cpu"``.
+        accelerator: the kind of device: ``"auto"`` (the best one here), ``"gpu"`` (CUDA, MPS or XPU), ``"cuda"``,
+            ``"mps"``, ``"xpu"``, ``"tpu"``, ``"cpu"``, or the name of another device that a package adds to torch.
         strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
             and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
             ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
@@ -262,6 +262,11 @@ class Trainer:
         self.layer_sync = plugins.layer_sync
         if type(self.layer_sync) is TorchSyncBatchNorm:
             self.sync_batchnorm, self.layer_sync = True, None
+        elif self.layer_sync is not None and self.sync_batchnorm:
+            raise ValueError(
+                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) asks for two ways to "
+                "synchronize layers. Leave out sync_batchnorm, or the plugin."
+            )
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
         self.strategy.checkpoint_io = self.checkpoint_io
 
@@ -531,7 +536,7 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
-        self.state.stop |= self.state.should_stop
+        self.state.stop_requested |= self.state.should_stop
 
     def may_stop(self) -> bool:
         """Return True if ``should_stop`` takes effect now, which is after ``min_epochs`` and ``min_steps``."""
@@ -689,7 +694,7 @@ class Trainer:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The device type; it compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type; it compares equal to its name, such as ``"cpu"`` or ``"cuda"``."""
         return AcceleratorRegistry[self.strategy.device.type]()
 
     @property
@@ -891,11 +896,13 @@ class Trainer:
             metrics: numbers by name.
             step: the position on the x axis; the number of updates so far if None.
         """
+        at = self.state.x_axis(self.state.updates) if step is None else step
+        self._send({"epoch": self.state.epoch, **metrics}, at)
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
         if self.is_global_zero:
-            values = {"epoch": self.state.epoch, **metrics}
-            at = self.state.updates if step is None else step
             for logger in self.loggers:
-                logger.log_metrics(metrics=values, step=at)
+                logger.log_metrics(metrics=metrics, step=step)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""

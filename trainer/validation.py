@@ -57,13 +57,12 @@ class Validation:
                 hook()
         metrics.discard()
 
-    def plan_epoch(self) -> bool:
-        """Decide when to validate during this epoch; return whether to validate at all."""
+    def plan_epoch(self) -> None:
+        """Set how often to validate during this epoch."""
         run = self.run
         epochs = run.trainer.check_val_every_n_epoch
         skipped = epochs is not None and (run.state.epoch + 1) % epochs != 0
         self.every = None if skipped or not run.source.validates() else run.source.val_check_batch()
-        return self.every is not None
 
     def due(self, batch_idx: int, reason: Reason) -> bool:
         """Return True if validation is due after this batch.

@@ -57,7 +57,7 @@ class Verdict:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The results of :func:`verify`; ``print`` shows them as a table."""
 
     steps: int
@@ -91,7 +91,7 @@ def verify(
     steps: int = 20,
     tolerance: float = 1e-6,
     **arguments: Any,
-) -> Report:
+) -> VerifyReport:
     """Train a few steps under each strategy, and after every step compare every parameter with one-process training.
 
     Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
@@ -113,7 +113,7 @@ def verify(
         A verdict for each strategy.
     """
     batches = _same_batches(loader, steps * arguments.setdefault("accumulate_grad_batches", 1))
-    report = Report(steps, tolerance)
+    report = VerifyReport(steps, tolerance)
     with TemporaryDirectory(prefix="paceline_verify_") as folder:
         exact = _Exact(Path(folder))
         doubles = pytree.tree_map_only(Tensor, _exactly, batches)
@@ -155,7 +155,7 @@ def _run(
     trainer = Trainer(**given)
     if isinstance(trainer.strategy, DistributedStrategy):
         trainer.strategy.start_method = "spawn" if fork_obstacle(trainer.strategy.device.type) else "fork"
-    trainer.fit(learner, _Part(batches, trainer))
+    trainer.fit(learner, _ShardedBatches(batches, trainer))
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
         raise RuntimeError(f"{strategy!r} ran no optimizer step on the {len(list(batches))} batches that it was given.")
 
@@ -189,7 +189,7 @@ def _exactly(tensor: Tensor) -> Tensor:
     return tensor.to(in_dtype(tensor.dtype, torch.float64))
 
 
-class _Part:
+class _ShardedBatches:
     """Yields this process's shard of each batch."""
 
     def __init__(self, batches: Iterable[Any], trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ LR_NAMES = ("lr", "learning_rate")
 _NOTHING = object()
 
 
-class Place(NamedTuple):
+class TunedAttribute(NamedTuple):
     """An attribute or a mapping entry that holds a setting.
 
     Attributes:
@@ -40,8 +40,8 @@ def _get(holder: Any, key: str) -> Any:
     return holder.get(key, _NOTHING) if isinstance(holder, Mapping) else getattr(holder, key, _NOTHING)
 
 
-def _at(holder: Any, path: str, words: str) -> Place | None:
-    """Return the :class:`Place` at a path such as ``"optimizer.lr"``; None if it does not exist or cannot be set."""
+def _at(holder: Any, path: str, words: str) -> TunedAttribute | None:
+    """Return the attribute at a path such as ``"optimizer.lr"``; None if it does not exist or cannot be set."""
     *way, key = path.split(".")
     for step in way:
         holder = _get(holder, step)
@@ -52,10 +52,10 @@ def _at(holder: Any, path: str, words: str) -> Place | None:
     rule = getattr(type(holder), key, None)
     if isinstance(rule, property) and rule.fset is None:
         return None
-    return Place(holder, key, f"{words}.{path}")
+    return TunedAttribute(holder, key, f"{words}.{path}")
 
 
-def find(owners: Sequence[Any], path: str) -> list[Place]:
+def find(owners: Sequence[Any], path: str) -> list[TunedAttribute]:
     """Return every attribute and hyperparameter with this name or dotted path. Owners that are None are skipped."""
     found = []
     for owner in owners:
@@ -68,7 +68,7 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
     return [place for place in found if place is not None]
 
 
-def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
+def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[TunedAttribute]:
     """Return the attributes and hyperparameters that hold a setting.
 
     Looks for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
@@ -88,6 +88,6 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
     )
 
 
-def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[Place]:
+def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[TunedAttribute]:
     """Return the attributes and hyperparameters that hold the learning rate."""
     return find_one_of([module, datamodule], attr_name, LR_NAMES, "attr_name")

@@ -18,12 +18,13 @@ from .. import messages
 from ..data.batches import batch_size_of
 from ..data.combined_loader import CombinedLoader, length_of
 from ..data.loaders import is_loader_collection, replaced, samples_in_batch, whole_of
+from ..devices.kinds import kind_of
 from ..memory.out_of_memory_retry import is_out_of_memory
 from ..processes.cpu_memory import give_back_memory
 from ..torch_private import forget_iterator
 from . import trial
-from .attribute_lookup import Place
-from .trial_run import keep_run, refuse_strategy, stand_in
+from .attribute_lookup import TunedAttribute
+from .trial_run import keep_run, refuse_strategy, trial_in_run
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
@@ -56,7 +57,7 @@ class BatchTrial(NamedTuple):
 
 
 @dataclass
-class Found:
+class SizeSearchResult:
     """The batch size that fits, and how it was found.
 
     Attributes:
@@ -76,7 +77,7 @@ class SizeSearch:
         places: function that finds the attributes that hold the size.
     """
 
-    places: Callable[[Run], list[Place]]
+    places: Callable[[Run], list[TunedAttribute]]
     method: trial.Method = "fit"
     mode: Literal["power", "binsearch"] = "power"
     steps_per_trial: int = 3
@@ -96,20 +97,20 @@ class SizeSearch:
                 "least 1, the margin at least 0 and below 1, and max_val at least 1 or None."
             )
 
-    def __call__(self, run: Run) -> Found:
+    def __call__(self, run: Run) -> SizeSearchResult:
         """Try sizes on the module, then restore everything, including the size."""
         check(run)
         kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
-        trials = _Trials(self, run, places, kept.put_back)
+        trials = Trials(self, run, places, kept.restore)
         try:
-            return Found(self.search(trials), trials.made)
+            return SizeSearchResult(self.search(trials), trials.made)
         finally:
-            kept.put_back()
+            kept.restore()
             for place, value in zip(places, before, strict=True):
                 place.set(value)
 
-    def search(self, trials: _Trials) -> int:
+    def search(self, trials: Trials) -> int:
         """Double the size until it no longer fits, or halve it until it does. ``binsearch`` then refines the result.
 
         ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
@@ -148,7 +149,7 @@ class SizeSearch:
         )
 
 
-class _Trials:
+class Trials:
     """Tries sizes on all ranks.
 
     Trials do not reduce gradients across ranks, so no rank waits for one that ran out of memory. All ranks learn about
@@ -159,8 +160,8 @@ class _Trials:
         samples: samples in one process's shard of the data; None while unknown.
     """
 
-    def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
-        self.settings, self.run, self.places, self.put_back = search, run, places, put_back
+    def __init__(self, search: SizeSearch, run: Run, places: list[TunedAttribute], restore: Callable[[], None]) -> None:
+        self.settings, self.run, self.places, self.restore = search, run, places, restore
         self.made: list[BatchTrial] = []
         self.samples: int | None = None
 
@@ -171,7 +172,7 @@ class _Trials:
         start = time.perf_counter()
         kind, error = self.attempt(size)
         mine = (kind, _peak_bytes(strategy.device), time.perf_counter() - start, self.samples)
-        self.put_back()
+        self.restore()
         _reset_peak(strategy.device)
         found = strategy.gather_objects(mine)
         self.refuse_errors(error, [one[0] for one in found])
@@ -206,13 +207,15 @@ class _Trials:
         """Run real steps with batches of ``size`` samples."""
         settings = self.settings
         change = None if self.places_decide() else partial(_resized, size=size)
-        with stand_in(self.run, change) as own:
+        with trial_in_run(self.run, change) as own:
             strategy, made = own.strategy, 0
             if settings.method != "fit":
+                steps, allowed = settings.steps_per_trial, own.trainer
+                allowed.limit_val_batches = allowed.limit_test_batches = allowed.limit_predict_batches = steps
                 self.check_size(own.source.evaluation(settings.method)[0][0], size, None)
-                trial.evaluate(own, settings.method, settings.steps_per_trial)
+                trial.evaluate(own, settings.method)
                 return
-            own.source.keeps_step = lambda: None
+            own.source.batch_agreement = lambda: None
             self.check_size(own.source.train(), size, None)
 
             def enough(losses: Any) -> bool:
@@ -273,14 +276,14 @@ def check(run: Run) -> None:
 # ---- effective batch size --------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The batch size of one process, and the number of batches per update."""
 
     size: int
     accumulate: int
 
 
-def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
+def plan(largest: int, effective: int | None, num_ranks: int) -> BatchPlan | None:
     """Plan the largest batch size up to ``largest`` that evenly divides a process's share of ``effective`` samples."""
     if effective is None:
         return None
@@ -291,7 +294,7 @@ def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
         )
     share = effective // num_ranks
     size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return Plan(size, share // size)
+    return BatchPlan(size, share // size)
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------
@@ -341,9 +344,10 @@ def resize(loader: Any, size: int) -> None:
 def _reset_peak(device: torch.device) -> None:
     """Free unused memory and restart the peak measurement."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    kind = kind_of(device)
+    if kind.counts_memory():
+        kind.release_cached_memory()
+        kind.reset_peak_memory(device)
         return
     give_back_memory()
     with suppress(OSError):  # another system, or a container that forbids it
@@ -352,8 +356,8 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak_bytes(device: torch.device) -> int | None:
     """Return the device's (on a CPU, this process's) peak memory since :func:`_reset_peak`; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if kind_of(device).counts_memory():
+        return kind_of(device).peak_memory(device)
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:") and device.type == "cpu":

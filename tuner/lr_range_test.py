@@ -14,8 +14,8 @@ from .. import messages
 from ..torch_private import INNER_SCHEDULERS
 from ..trainer.optimizers import configure
 from . import trial
-from .attribute_lookup import Place, lr_places
-from .trial_run import keep_run, refuse_strategy, stand_in
+from .attribute_lookup import TunedAttribute, lr_places
+from .trial_run import keep_run, refuse_strategy, trial_in_run
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -169,18 +169,18 @@ class RangeTest:
         try:
             if places and run.state.stage is None:
                 warn_if_unread(module, places)
-            with stand_in(run) as own:
+            with trial_in_run(run) as own:
                 optimizer = own.optimizers[0]
                 shares = shares_of(optimizer, places[0].get() if places else None)
                 rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
-                after = _Curve(own, found, self.early_stop_threshold, self.rate)
+                after = LossCurve(own, found, self.early_stop_threshold, self.rate)
                 trial.train(own, rate, after)
         finally:
-            kept.put_back()
+            kept.restore()
         return found
 
 
-class _Curve:
+class LossCurve:
     """Records the loss of each accumulation window and decides when to stop the test."""
 
     def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
@@ -195,8 +195,7 @@ class _Curve:
         both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=device)
         total, count = strategy.reduce(both, "sum", strategy.host_group).tolist()
         if not self.run.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
-            self.skipped += 1
-            return self.skipped > 10 * self.found.num_training
+            return self.skip()
         step = len(results["lr"]) + 1
         self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * total / count
         smooth = self.average / (1 - _SMOOTHING**step)
@@ -207,6 +206,11 @@ class _Curve:
         if step >= _SETTLING:
             self.best = min(self.best, smooth)
         return exploded or step >= self.found.num_training
+
+    def skip(self) -> bool:
+        """Leave out a window without an update or without losses; return whether to stop."""
+        self.skipped += 1
+        return self.skipped > 10 * self.found.num_training
 
 
 def check(run: Run) -> None:
@@ -236,7 +240,7 @@ def check(run: Run) -> None:
         )
 
 
-def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
+def warn_if_unread(module: TrainingModule, places: list[TunedAttribute]) -> None:
     """Warn if ``configure_optimizers`` does not use the attributes that hold the learning rate."""
     before = [place.get() for place in places]
     value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.loaders import load_loader_state, loader_state, samplers_of
+from ..devices.kinds import kind_of
 from ..processes.seed import random_states, set_random_states
 
 #: Maximum length of a collection to save; a longer one is considered data, not state.
 _MOST_ENTRIES = 10_000
 
 
-class Kept:
-    """Saves the contents of objects. :meth:`put_back` restores them in place and can be called repeatedly.
+class SavedState:
+    """Saves the contents of objects. :meth:`restore` restores them in place and can be called repeatedly.
 
     This covers modules, optimizers and plain collections (recursively), and tensors (copied to the host), numpy arrays
     and random generators. The contents of other objects are not saved.
@@ -32,7 +33,7 @@ class Kept:
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that ids are unique
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything. Random states are restored last."""
         for undo in self._undo:
             undo()
@@ -43,8 +44,8 @@ class Kept:
 
     def random(self, device: torch.device) -> None:
         """Save all RNG states, including those of the devices."""
-        if torch.cuda.is_available() and device.type == "cuda":
-            torch.cuda.init()  # otherwise a generator first used in a trial would have no state to restore
+        if kind_of(device).is_available():
+            kind_of(device).initialize()  # otherwise a generator first used in a trial would have no state to restore
         self._random = random_states()
 
     def attributes(self, owner: Any) -> None:

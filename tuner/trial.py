@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from itertools import islice
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from ..data.batches import Batches
 from ..trainer import phases
-from ..trainer.bind_steps import bind_mover, bind_step
-from ..trainer.evaluation import WORDS, EvalLoop
+from ..trainer.evaluation import EvalLoop
 from ..trainer.loop import FitLoop
+from ..trainer.lr_schedules import Schedules
 from ..trainer.states import RunningStage
-from ..trainer.step import detached
-from ..trainer.stopping import Stops
+from ..trainer.stopping import Reason, Stops
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
@@ -29,83 +25,85 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     """Train with the run's own step until ``after`` returns True, for as many epochs as that takes.
 
     Args:
-        run: the trial's run (see :func:`.trial_run.stand_in`).
+        run: the trial's run (see :func:`.trial_run.trial_in_run`).
         before: called before each accumulation window.
         after: called after each window with its batches' losses, tensors of shape (); returns True to stop.
     """
-    run.stops = Stops(run, {})
-    state, hooks = run.state, run.hooks
-    state.stage = RunningStage.TRAINING
-    loop = FitLoop(run, None)
+    run.stops = _NoStops(run, {})
+    run.state.stage = RunningStage.TRAINING
     run.source.train()
     if run.source.num_training_batches == 0:
         raise ValueError("limit_train_batches=0 leaves no batches to train on. Leave out limit_train_batches.")
+    loop = _TrialLoop(run, before, after)
     loop.bind()
     run.metrics.enter(phases.ON_TRAIN_START)
-    for hook in hooks.on_train_start:
+    for hook in run.hooks.on_train_start:
         hook()
-    while not _train_epoch(run, loop, before, after):
-        if state.next_batch == 0:
-            loop.check_length(0, None)
-        loop.enter_next_epoch()
+    with suppress(_EndOfTrial):
+        while True:
+            loop.run_epoch(0)
 
 
-def _train_epoch(run: Run, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> bool:
-    """Train for one epoch; return whether to stop."""
-    state, hooks, metrics = run.state, run.hooks, run.metrics
-    loop.start_epoch()
-    step, batches, losses = loop.step(), loop.batches(0), []
-    number = run.source.num_training_batches
-    with closing(batches):
-        for batch_idx, batch in enumerate(batches):
-            state.batch_idx, state.stepped = batch_idx, False
-            state.is_last_batch = batch_idx + 1 == number or batches.exhausted
-            metrics.batch = batch
-            if not state.window:
-                losses = []
-                before()
-            if -1 in [hook(batch, batch_idx) for hook in hooks.on_train_batch_start]:
-                step.finish_window()
-                return False
-            outputs = detached(step(batch, batch_idx))
-            state.batches += 1
-            state.next_batch = batch_idx + 1
-            losses += _loss_of(outputs)
-            for hook in hooks.on_train_batch_end:
-                hook(outputs, batch, batch_idx)
-            if not state.window and after(losses):
-                return True
-    return False
-
-
-def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
-    loss = None if outputs is None else outputs.get("loss")
-    return [loss] if isinstance(loss, Tensor) else []
-
-
-def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
-    """Evaluate on the first ``steps`` batches of each loader of a stage."""
+def evaluate(run: Run, kind: Literal["validate", "test", "predict"]) -> None:
+    """Evaluate on the batches that the trial's Trainer allows, without hooks."""
+    run.stops = _NoStops(run, {})
     run.state.stage = RunningStage(kind)
-    loop, metrics = EvalLoop(run, kind), run.metrics
-    mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
-    loaders, _ = run.source.evaluation(kind)
-    several = len(loaders) > 1
-    with torch.inference_mode() if run.trainer.inference_mode else torch.no_grad():
-        metrics.enter(mode)
-        loop.switch("eval")
-        try:
-            step = bind_step(run, f"{WORDS[kind]}_step", several_loaders=several)
-            for index, loader in enumerate(loaders):
-                metrics.enter(moment, index if several else None)
-                _evaluate_loader(run, step, loader, (index,) if several else (), steps)
-        finally:
-            metrics.enter(mode)
-            loop.switch("train")
+    _TrialEvaluation(run, kind).evaluate()
 
 
-def _evaluate_loader(run: Run, step: Callable[..., Any], loader: Any, index: tuple[int, ...], steps: int) -> None:
-    mover = bind_mover(run, index[0] if index else 0)
-    with closing(Batches(loader, mover, run.source.looks_ahead(loader))) as batches:
-        for batch_idx, batch in enumerate(islice(iter(batches), steps)):
-            run.metrics.batch = batch
-            step(batch, batch_idx, *index)
+class _EndOfTrial(Exception):  # noqa: N818 - not an error
+    """Ends a trial's training."""
+
+
+class _NoStops(Stops):
+    """Ignores requests to stop."""
+
+    def at(self, boundary: int) -> Reason:
+        return ""
+
+
+class _TrialLoop(FitLoop):
+    """The loop of a fit without its limits, schedulers, validation, logging and end-of-epoch work."""
+
+    def __init__(self, run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
+        super().__init__(run, None)
+        self._before, self._after = before, after
+        self._losses: list[Tensor] = []
+        hooks = run.hooks
+        vars(hooks).update(
+            on_train_batch_start=(self._start_batch, *hooks.on_train_batch_start),
+            on_train_batch_end=(*hooks.on_train_batch_end, self._end_batch),
+        )
+
+    def _start_batch(self, batch: Any, batch_idx: int) -> None:
+        if not self.state.window:
+            self._losses = []
+            self._before()
+
+    def _end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
+        loss = None if outputs is None else outputs.get("loss")
+        self._losses += [loss] if isinstance(loss, Tensor) else []
+        if not self.state.window and self._after(self._losses):
+            raise _EndOfTrial
+
+    def plan_epoch(self) -> None:
+        self.schedules = Schedules(self.run, [])
+        self.max_steps = self.log_every = float("inf")
+
+    def at_limit(self) -> bool:
+        return False
+
+    def end_epoch(self, complete: bool, outputs: Any) -> None:
+        if self.state.next_batch == 0:  # a hook skipped all batches
+            self.check_length(0, None)
+        self.enter_next_epoch()
+
+
+class _TrialEvaluation(EvalLoop):
+    """An evaluation without hooks, because other ranks would wait in them for a rank that has run out of memory."""
+
+    def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
+        return ()
+
+    def started(self) -> bool:
+        return False

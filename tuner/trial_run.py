@@ -15,15 +15,17 @@ from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
+from ..strategies.base import Strategy
 from ..strategies.deepspeed.strategy import DeepSpeedStrategy
 from ..trainer.arguments import Request, check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
+from ..trainer.metrics import MetricStore
 from ..trainer.run import Run
 from ..trainer.start_run import attach, find_module
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
-from .restore import Kept
+from .restore import SavedState
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -43,7 +45,7 @@ def refuse_strategy(run: Run, what: str) -> None:
         )
 
 
-def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
+def run_separately(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
     """Prepare a separate run as an entry point does, call ``work``, and restore module, data and Trainer.
 
     A module that the strategy shards stays sharded, as after a fit.
@@ -69,12 +71,12 @@ def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any
         try:
             run.teardown(request.fn, failed)
         finally:
-            kept.put_back()
+            kept.restore()
     return result
 
 
-def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
-    kept = Kept()
+def _kept_around(trainer: Trainer, request: Request, module: Any) -> SavedState:
+    kept = SavedState()
     kept.random(trainer.strategy.device)
     if not trainer.strategy.communicates_forward:
         kept.keep(module)
@@ -104,16 +106,17 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
 
 
 @contextmanager
-def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
+def trial_in_run(run: Run, change: Change | None = None) -> Iterator[Run]:
     """Context manager for a trial inside a prepared run, with the same module and optimizers but its own loaders.
 
-    Counters are separate, too. The caller saves and restores what the outer run needs (see :class:`Kept`).
+    Counters are separate, too. The caller saves and restores what the outer run needs (see :class:`SavedState`).
     """
     trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
     own = _own_run(trainer)
     own.trainer.callbacks = []
     own.model, own.datamodule = run.model, datamodule
     own.lr_scheduler_configs, own.optimizers = run.lr_scheduler_configs, run.optimizers
+    own.metrics = MetricStore(own.state, Strategy(), None)  # of one process: no rank waits for one that fails
     state = own.state
     state.begin(run.state.fn or "fit")
     state.pending, state.window, state.next_batch, state.batch_idx = Pending.NOTHING, 0, 0, -1
@@ -133,9 +136,9 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
             datamodule.trainer = trainer
 
 
-def keep_run(run: Run) -> Kept:
+def keep_run(run: Run) -> SavedState:
     """Save everything that trials within a run may change."""
-    kept = Kept()
+    kept = SavedState()
     kept.random(run.strategy.device)
     kept.keep(run.module)
     for optimizer in run.optimizers:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..trainer.start_run import setup_optimizers
-from .attribute_lookup import Place, find, find_one_of, lr_places
-from .batch_size import Found, Plan, SizeSearch, plan, resize, size_of, stage_of
+from .attribute_lookup import TunedAttribute, find, find_one_of, lr_places
+from .batch_size import BatchPlan, SizeSearch, SizeSearchResult, plan, resize, size_of, stage_of
 from .lr_range_test import LRFinder, RangeTest, change_rates, check, shares_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def is_dry(trainer: Trainer, what: str) -> bool:
     return bool(trainer.fast_dev_run)
 
 
-def take_lr(found: LRFinder, places: list[Place]) -> float | None:
+def take_lr(found: LRFinder, places: list[TunedAttribute]) -> float | None:
     """Set the attributes to the suggested learning rate, report it and return it."""
     rate = found.suggestion()
     if rate is not None and places:
@@ -44,11 +44,11 @@ class SizePlaces:
     def __init__(self, name: str, method: str) -> None:
         self.name, self.method = name, method
 
-    def __call__(self, run: Run) -> list[Place]:
+    def __call__(self, run: Run) -> list[TunedAttribute]:
         """Find the attributes and hyperparameters that hold a run's batch size."""
         return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
-    def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
+    def of(self, module: Any, datamodule: Any, given: Any) -> list[TunedAttribute]:
         """Find the attributes and hyperparameters of a module and a DataModule that hold the batch size."""
         if given is None:
             return find_one_of([module, datamodule], self.name, ["batch_size"], "batch_arg_name")
@@ -56,7 +56,7 @@ class SizePlaces:
         return find([module, datamodule], self.name)
 
 
-def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
+def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: Any, world: int) -> int | None:
     """Return how many samples an update must use across all processes; None if that number may change."""
     if wanted is None:
         return None
@@ -82,10 +82,12 @@ def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world:
     return size * run.trainer.accumulate_grad_batches * world
 
 
-def take_size(run: Run, places: list[Place], given: Any, found: Found, effective: int | None, world: int) -> Plan:
+def take_size(
+    run: Run, places: list[TunedAttribute], given: Any, found: SizeSearchResult, effective: int | None, world: int
+) -> BatchPlan:
     """Set the batch size (and the accumulation if ``effective`` is given), and report them."""
     before = size_of(given) if given is not None else places[0].get()
-    decided = plan(found.size, effective, world) or Plan(found.size, run.trainer.accumulate_grad_batches)
+    decided = plan(found.size, effective, world) or BatchPlan(found.size, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
     also = f", and accumulate_grad_batches to {decided.accumulate}" if effective is not None else ""
@@ -96,7 +98,7 @@ def take_size(run: Run, places: list[Place], given: Any, found: Found, effective
     return decided
 
 
-def _put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
+def _put_size(run: Run, places: list[TunedAttribute], given: Any, decided: BatchPlan) -> None:
     """Set the batch size and the accumulation."""
     for place in places:
         place.set(decided.size)
@@ -141,7 +143,7 @@ def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch:
 
 def resume_size(run: Run, name: str, size: int, accumulate: int) -> None:
     """Continue with the saved run's batch size."""
-    _put_size(run, SizePlaces(name, "fit")(run), run.source.given.get("train"), Plan(size, accumulate))
+    _put_size(run, SizePlaces(name, "fit")(run), run.source.given.get("train"), BatchPlan(size, accumulate))
     messages.info(f"The run resumes with its saved batch_size={size} and accumulate_grad_batches={accumulate}.")
     _reload(run, "fit")
 

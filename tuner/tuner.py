@@ -18,7 +18,7 @@ from .attribute_lookup import lr_places
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
 from .lr_range_test import LRFinder, RangeTest
 from .trial import Method
-from .trial_run import apart
+from .trial_run import run_separately
 from .trials_in_run import SizePlaces, effective_now, is_dry, take_lr, take_size
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Tuner:
     def _run(self, request: Request, work: Callable[[Run], Any]) -> Any:
         strategy = self.trainer.strategy
         if strategy.launcher is None:
-            return apart(self.trainer, request, work)
+            return run_separately(self.trainer, request, work)
         with told_if_stopped_early(len(strategy.device_ids)):
             return strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
 
@@ -229,6 +229,6 @@ class Tuner:
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
     """Run the search in a process that was launched for it."""
     set_random_states(random)
-    found = apart(trainer, request, work)
+    found = run_separately(trainer, request, work)
     leave()
     return found

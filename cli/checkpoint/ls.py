@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ... import messages
 from ...report.text_table import fitted
-from .select import Found, checkpoints
+from .select import FoundCheckpoint, checkpoints
 
 _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", "written", "state")
 _WRAP = ("name", "state")
@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _facts(one: Found) -> dict[str, object]:
+def _facts(one: FoundCheckpoint) -> dict[str, object]:
     known = asdict(one.known) if one.known else {}
     known.pop("files", None)
     return {"path": str(one.path), "bytes": one.size, "state": one.state, **known, "kind": one.kind}
@@ -52,7 +52,7 @@ def _short(paths: list[str]) -> list[str]:
     return ["/".join(one[same:]) for one in parts]
 
 
-def _row(name: str, one: Found) -> tuple[str, ...]:
+def _row(name: str, one: FoundCheckpoint) -> tuple[str, ...]:
     known = one.known
     if known is None:
         return (name, "-", "-", "-", "-", one.kind, "-", messages.size(one.size), "-", one.state)

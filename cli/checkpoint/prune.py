@@ -11,7 +11,7 @@ from ... import messages
 from ...checkpoint.atomic_write import sync_folder
 from ...checkpoint.storage import Location, location, remove
 from ...checkpoint.verify import problem
-from .select import Found, checkpoints
+from .select import FoundCheckpoint, checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
+def _why_kept(found: list[FoundCheckpoint], arguments: Namespace) -> dict[Location, str]:
     """Return the checkpoints to keep, each with the reason for keeping it."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
@@ -73,11 +73,11 @@ def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
     return why
 
 
-def _age(one: Found) -> tuple[int, str]:
+def _age(one: FoundCheckpoint) -> tuple[int, str]:
     return (one.known.sequence, one.known.written) if one.known else (0, "")
 
 
-def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
+def _best_first(newest: list[FoundCheckpoint], arguments: Namespace) -> list[FoundCheckpoint]:
     if not arguments.keep_best:
         return []
     scored = {one.path: one.known for one in newest if one.known and one.known.score is not None}
@@ -92,9 +92,9 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))
 
 
-def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
+def _first_whole(candidates: Iterable[FoundCheckpoint], number: int, why: dict[Location, str]) -> list[FoundCheckpoint]:
     """Return the first ``number`` intact checkpoints. Add damaged ones to ``why``, so that they are kept."""
-    kept: list[Found] = []
+    kept: list[FoundCheckpoint] = []
     for one in candidates:
         if len(kept) == number:
             break

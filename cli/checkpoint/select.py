@@ -14,7 +14,7 @@ from ...checkpoint.verify import folder_problem
 DEPTH = 4
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint.
 
     Attributes:
@@ -42,14 +42,17 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``"weights"`` if it contains only weights; otherwise ``"whole"``, ``"sharded"`` or ``"file"`` (unknown)."""
+        """``"weights"`` if the checkpoint contains only weights, ``"whole"`` or ``"sharded"`` if it is a full one.
+
+        ``"file"`` if that cannot be determined.
+        """
         if self.known is None:
             return "sharded" if self.path.is_dir() else "file"
         form = "sharded" if self.known.kind == "folder" else "whole"
         return "weights" if self.known.weights_only else form
 
 
-def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
+def checkpoints(path: str, depth: int = DEPTH) -> Iterator[FoundCheckpoint]:
     """Yield the checkpoints in and below a folder, sorted by folder and save number, or the checkpoint ``path``.
 
     Raises:
@@ -76,12 +79,12 @@ def the_one(path: str) -> Location:
     return inside if inside.exists() else where
 
 
-def _look_at(path: Location) -> Found:
+def _look_at(path: Location) -> FoundCheckpoint:
     try:
         known = manifest.read(path)
         if known is None or known.kind == "file":
-            return Found(path, known, None)
+            return FoundCheckpoint(path, known, None)
         wrong = folder_problem(path, share=-1)  # only the sizes
-        return Found(path, known, wrong and f"damaged: {wrong.why}")
+        return FoundCheckpoint(path, known, wrong and f"damaged: {wrong.why}")
     except (OSError, ValueError) as error:
-        return Found(path, None, f"damaged: {error}")
+        return FoundCheckpoint(path, None, f"damaged: {error}")

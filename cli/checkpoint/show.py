@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ... import messages
-from .select import Found, checkpoints, the_one
+from .select import FoundCheckpoint, checkpoints, the_one
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _facts(found: Found) -> Iterator[tuple[str, str]]:
+def _facts(found: FoundCheckpoint) -> Iterator[tuple[str, str]]:
     yield "state", found.state
     yield "size", messages.size(found.size)
     yield "kind", found.kind
@@ -52,7 +52,7 @@ def _facts(found: Found) -> Iterator[tuple[str, str]]:
     }.items()
 
 
-def _contents(found: Found) -> Iterator[str]:
+def _contents(found: FoundCheckpoint) -> Iterator[str]:
     """Yield a checkpoint's keys, hyperparameters and tensors as lines of text, without loading the tensors."""
     from ...checkpoint.read import read
 

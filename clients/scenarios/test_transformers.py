@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "61 samples": {"samples": 61},
     "61 samples, accumulation": {"samples": 61, "gradient_accumulation_steps": 3},
     "by length": {"train_sampling_strategy": "group_by_length"},
+    "balanced": {"train_sampling_strategy": "batch_rebalance"},
     "not seedable": {"accelerator_config": {"use_seedable_sampler": False}},
     "split batches": {"accelerator_config": {"split_batches": True}},
     "dispatched": {"accelerator_config": {"dispatch_batches": True}},

@@ -11,16 +11,18 @@ import pytest
 import tiny
 import trl
 
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 5}
 FINE_TUNING: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
-    "packing": {"packing": True},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 5},
+    "packing": {"packing": True, **EVALUATION},
+    "evaluation": EVALUATION,
     "61 samples": {"samples": 61, "gradient_accumulation_steps": 3},
 }
 PREFERENCES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
+    "evaluation": EVALUATION,
     "reference first": {"precompute_ref_log_probs": True},
 }
 
@@ -44,6 +46,7 @@ def test_preferences(record_losses: Callable[..., None], case: str, processes: i
     def train(folder: Path) -> list[float]:
         losses, arguments = tiny.Losses(), trl.DPOConfig(max_length=32, **tiny.settings(folder, **PREFERENCES[case]))
         data = {"train_dataset": pairs(), "processing_class": tiny.tokenizer(), "ref_model": tiny.language_model()}
+        data["eval_dataset"] = pairs().select(range(13))
         trl.DPOTrainer(model=tiny.language_model(), args=arguments, callbacks=[losses], **data).train()
         return losses.seen
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ... import messages
 from ...accelerator import accelerator
-from ...accelerator.nested_tensors import recursively_apply
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
+from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
-from .models import extract_model_from_parallel
+from .loaders import DataLoaderShard
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -47,7 +47,7 @@ class Accelerator(accelerator.Accelerator):
         self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
-        self.prepared.loader_kind = functools.partial(prepared, rng_types=self.rng_types or ())
+        self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
 
@@ -71,10 +71,6 @@ class Accelerator(accelerator.Accelerator):
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Like ``paceline.Accelerator.unwrap_model``, but keeps ``torch.compile``'s wrapper by default."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _mark_models(self) -> None:
         for model in self._models:
@@ -117,12 +113,12 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``; says once that it does nothing within a window."""
+        """Like ``paceline.Accelerator.clip_grad_value_``; within a window it has no effect and warns once."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 
@@ -140,19 +136,19 @@ class Accelerator(accelerator.Accelerator):
         """All prepared models."""
         return self.prepared.models
 
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""
+        note_items(self.gradient_state, tensor)
+        return super().gather(tensor)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like ``paceline.Accelerator.gather_for_metrics``, but also handles values repeated for each sample.
 
         Loops for Accelerate gather ``loss.repeat(batch_size)`` to compute a mean weighted by batch size. For a batch
-        that is not full, only one row per sample is kept.
+        that is not full, or is split across processes, only one row per sample is kept.
         """
         loader = self.gradient_state.active_dataloader
-        if loader is not None:
-            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self.strategy.num_data_ranks
-            if 0 < rows < size:
-                input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
+        if isinstance(loader, DataLoaderShard):
+            split = self.dataloader_config.split_batches
+            input_data = once_per_sample(input_data, loader, self.gradient_state, self.strategy, split)
         return super().gather_for_metrics(input_data, use_gather_object)
-
-
-def _first(value: Tensor, rows: int, size: int) -> Tensor:
-    return value[:rows] if value.dim() and len(value) == size else value

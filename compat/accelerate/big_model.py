@@ -19,6 +19,7 @@ from ...big_model.infer_device_map import smallest_parts
 from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
 from ...big_model.offload import OffloadedWeightsLoader
 from ...big_model.prefetch import Part
+from ...big_model.quantized_layers import load_weight, quantized_layers
 from ...big_model.weight_files import mapped_tensors
 from ...processes.device_transfer import in_dtype
 from ...torch_private import own_buffers, own_parameters, unsaved_buffers
@@ -34,12 +35,15 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
-    ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
+    The weight of a layer of bitsandbytes is quantized, unless it is already; ``fp16_statistics`` are then the scales of
+    8-bit weights. ``tied_params_map`` and ``clear_cache``, which only save memory, are not needed.
     """
-    if more.get("fp16_statistics") is not None:
-        raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
+    if name == "weight" and value is not None and "" in quantized_layers(owner):
+        scales = {} if more.get("fp16_statistics") is None else {"SCB": more["fp16_statistics"]}
+        load_weight(owner, {"weight": value if dtype is None else value.to(dtype), **scales}, torch.device(device))
+        return
     held: dict[str, Any] = own_parameters(owner) if name in own_parameters(owner) else own_buffers(owner)
     old = held.get(name)
     if old is None:
@@ -54,7 +58,8 @@ def set_module_tensor_to_device(
             "value of the same shape."
         )
     new = (old if value is None else value).detach()
-    new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
+    kind = old.dtype if dtype is None else in_dtype(new.dtype, dtype)
+    new = new.to(device, kind, non_blocking=more.get("non_blocking", False))
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
 
 
@@ -107,14 +112,13 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
 
-    Each tied tensor is counted once.
+    Each tied tensor is counted once. The modules come in the order of ``tied_params``.
     """
-    with_ties = [
-        (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
-    ]
-    names = [name for name, _ in with_ties]
+    owners = [[one for one in modules_to_treat if tied.startswith(f"{one[0]}.")] for tied in tied_params]
+    with_ties = {found[0][0]: found[0][1] for found in owners if found}
+    names = list(with_ties)
     twice = sum(module_sizes[tied] for tied in tied_params if any(tied.startswith(f"{name}.") for name in names))
-    return module_size + sum(module_sizes[name] for name in names) - twice, names, [module for _, module in with_ties]
+    return module_size + sum(module_sizes[name] for name in names) - twice, names, list(with_ties.values())
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:

@@ -27,7 +27,7 @@ class DummyOptim:
         params: parameters, or parameter groups.
         lr: the learning rate, if the file has ``"auto"``.
         weight_decay: the weight decay, if the file has ``"auto"``.
-        **kwargs: kept and not used.
+        **kwargs: kept, but without effect.
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -35,6 +35,7 @@ class DummyOptim:
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
+        messages.ignored("DummyOptim", "the DeepSpeed file defines the optimizer", **kwargs)
 
 
 class DummyScheduler:
@@ -45,7 +46,7 @@ class DummyScheduler:
         total_num_steps: length of the schedule in updates, if the file has ``"auto"``.
         warmup_num_steps: length of the warmup in updates, if the file has ``"auto"``.
         lr_scheduler_callable: creates the schedule from the optimizer, if the file defines none.
-        **kwargs: kept and not used.
+        **kwargs: kept, but without effect.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DummyScheduler:
         self.warmup_num_steps = warmup_num_steps
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
+        messages.ignored("DummyScheduler", "the DeepSpeed file defines the schedule", **kwargs)
 
 
 class DeepSpeedPlugin(plugins.DeepSpeedPlugin):

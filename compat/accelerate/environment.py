@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from ... import messages
+from ...accelerator.enums import DistributedType
 from ...accelerator.launchers import environment
 from ...processes.devices import find_kind
 from ...settings import files
@@ -141,7 +142,8 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 def get_current_device_type() -> tuple[str, str]:
     """Return the device type, and the name of the DistributedType for training on several such devices."""
     kind = find_kind("auto")
-    return kind, {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}.get(kind, "NO")
+    several = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+    return kind, several if several in DistributedType.__members__ else "NO"
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
@@ -188,6 +190,7 @@ def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
     """Write a configuration file (by default, the user's own). Return its path, or False if it already exists."""
+    messages.ignored("write_basic_config", "the file holds only mixed_precision", False, **more)
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ...accelerator.accumulation import GradientState
-from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
+from ... import messages
+from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader, refuse_slice_fn
 from ...accelerator.process_state import PartialState
 from ...accelerator.random_seeds import synchronize_rng_states
 from ...data.loaders import replaced
@@ -48,7 +48,7 @@ class DataLoaderAdapter(loaders.DataLoaderShard):
         skip_batches: int = 0,
         device_placement: bool = False,
     ) -> None:
-        super().__init__(loader, strategy, config, NewestGradientState(), device_placement=device_placement)
+        super().__init__(loader, strategy, config, device_placement, gradient_state=NewestGradientState())
         vars(self)["_skip"] = skip_batches
 
 
@@ -124,23 +124,17 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         slice_fn: Any = None,
         **kwargs: Any,
     ) -> None:
-        if slice_fn is not None:
-            raise NotImplementedError(
-                "DataLoaderDispatcher(slice_fn=...) is not supported, because batches are not concatenated and cut. "
-                "Leave out slice_fn."
-            )
         config = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=True)
         self._set_up(DataLoader(dataset, **_public(kwargs)), PartialState().strategy, config, skip_batches)
+        refuse_slice_fn("DataLoaderDispatcher", self, slice_fn=slice_fn)
 
 
 def prepared(
     loader: DataLoader[Any],
     strategy: Strategy,
     config: DataLoaderConfiguration,
-    gradient_state: GradientState | None = None,
-    seed: int | None = None,
     device_placement: bool = True,
-    rng_types: Sequence[Any] = (),
+    **options: Any,
 ) -> PreparedLoader:
     """Create the loader that ``prepare`` returns; see :class:`.loaders.DataLoaderShard`."""
     central = loaders.dispatches(loader, config, device_placement)
@@ -148,8 +142,7 @@ def prepared(
         loader = _own_shards(loader, strategy)
     kind = DataLoaderDispatcher if central else DataLoaderShard
     found = object.__new__(_stateful(kind) if config.use_stateful_dataloader else kind)
-    create = loaders.DataLoaderShard.__init__
-    create(found, loader, strategy, config, gradient_state, seed, device_placement, rng_types)
+    loaders.DataLoaderShard.__init__(found, loader, strategy, config, device_placement, **options)
     return found
 
 
@@ -169,6 +162,11 @@ def get_sampler(dataloader: Any) -> Any:
 
 
 def _public(arguments: dict[str, Any]) -> dict[str, Any]:
+    messages.ignored(
+        "DataLoaderShard",
+        "the loader's processes are those of the run",
+        torch_device_mesh=arguments.get("torch_device_mesh"),
+    )
     private = ("_drop_last", "_non_blocking", "torch_device_mesh")
     return {name: value for name, value in arguments.items() if name not in private}
 

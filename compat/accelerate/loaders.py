@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ... import messages
-from ...accelerator.accumulation import GradientState
 from ...accelerator.dispatched_loader import Dispatched
 from ...accelerator.loader_positions import FirstUse, Pass
 from ...accelerator.loaders import DataLoaderConfiguration, PreparedLoader
-from ...accelerator.random_seeds import share_random_state
 from ...data.batches import Batches
+from ...data.combined_loader import length_of
 from ...data.loaders import announce_epoch, replaced, users_generators
-from ...data.sample_order import pass_over
+from ...data.sample_order import cuts, pass_over
+from ...data.sharding import is_split
 from ...strategies.base import Strategy
 
 
@@ -30,8 +30,7 @@ class DataLoaderShard(PreparedLoader):
     handed out. Iterable datasets are read by process 0.
 
     Args:
-        rng_types: RNG states that all processes take from process 0 when a pass begins; see
-            ``synchronize_rng_states``.
+        **options: other arguments of ``PreparedLoader``; the loader decides on a seed itself.
     """
 
     def __init__(
@@ -39,26 +38,38 @@ class DataLoaderShard(PreparedLoader):
         loader: DataLoader[Any],
         strategy: Strategy,
         config: DataLoaderConfiguration,
-        gradient_state: GradientState | None = None,
-        seed: int | None = None,
         device_placement: bool = True,
-        rng_types: Sequence[Any] = (),
+        **options: Any,
     ) -> None:
-        sampler, seed = sampler_of(loader), None
+        sampler, options["seed"] = sampler_of(loader), None
         central = dispatches(loader, config, device_placement)
         if central:
             loader = replaced(loader, generator=None)
         if config.use_seedable_sampler:
             if isinstance(sampler, RandomSampler):
                 own = torch.initial_seed() if config.data_seed is None else config.data_seed
-                seed = _shared(strategy.gather_objects(own))
+                options["seed"] = _shared(strategy.gather_objects(own))
                 sampler.generator = torch.Generator()
         elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
-        kinds = [kind for kind in map(str, rng_types) if kind != "generator"]
         config = replace(config, dispatch_batches=central, data_seed=None)
-        vars(self).update(_sampler=sampler, _rng_types=kinds, _first=True)
-        super().__init__(loader, strategy, config, gradient_state, seed, device_placement)
+        vars(self).update(_sampler=sampler, _first=True)
+        super().__init__(loader, strategy, config, device_placement=device_placement, **options)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the most recent batch, not counting repeated ones.
+
+        A batch may have more rows than samples (pairs of texts), or fewer (texts joined into one row), so the number
+        follows from the sampler where possible.
+        """
+        batches: Any = self.base.batch_sampler
+        total, size, world = length_of(sampler_of(self.base)), self.total_batch_size, self.strategy.num_data_ranks
+        known = self._even and cuts(batches) and not is_split(self.base)
+        if not known or total is None or not size or isinstance(self.base.dataset, IterableDataset):
+            return self.rows
+        left = 0 if batches.drop_last or not self.end_of_dataloader or self._is_cut() else total % size
+        return round(self.last_share * left / world) if left else size // world
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         strategy = self.strategy
@@ -69,8 +80,6 @@ class DataLoaderShard(PreparedLoader):
             else:
                 for generator in users_generators(self._source):
                     generator.set_state(strategy.broadcast(generator.get_state()))
-            for kind in self._rng_types:
-                share_random_state(strategy, kind)
         vars(self)["_first"] = False
         return super()._batches(epoch, start, resume)
 
@@ -83,11 +92,11 @@ class DataLoaderShard(PreparedLoader):
     def _looks_ahead(self) -> bool:
         return True
 
-    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+    def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
         try:
-            yield from super()._hand_out(one, iterator)
+            yield from super()._yield_batches(one, iterator)
             self._place.epoch += 1
         finally:  # some loops take the last batch, but do not ask for another one
             if use.seen and self.end_of_dataloader:

@@ -14,37 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ... import messages
 from ...accelerator import accelerator as own
 from ...accelerator.model_weights import save_object
-from ...accelerator.models import restore, unwrapped
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...strategies.compile_networks import compile_one, compile_repeated
-from ...torch_private import compiler_of, inside_compiled, is_compiled
+from ...torch_private import compiler_of, is_compiled
 from .probes import is_peft_model
-
-
-def extract_model_from_parallel(
-    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> Any:
-    """Return the module without its wrappers, except that ``torch.compile``'s is kept by default.
-
-    With ``keep_fp32_wrapper=False``, the module's own forward is restored, also if a program keeps it as
-    ``_original_forward``.
-    """
-    found = unwrapped(model)
-    if recursive and isinstance(found, nn.Module):
-        for name, child in list(found.named_children()):
-            setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
-    if not keep_fp32_wrapper and isinstance(found, nn.Module):
-        restore(found)
-        own = vars(found).pop("_original_forward", None)
-        if own is not None:
-            found.forward = own
-    while isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
-    return model if keep_torch_compile and compiler_of(model) is not None and inside_compiled(model) is found else found
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -112,6 +89,7 @@ def save_fsdp_model(
 ) -> None:
     """Write a prepared model's weights to ``pytorch_model_fsdp.bin``. Every process must call this."""
     _refuse_adapters(model, adapter_only)
+    _tell_whole("save_fsdp_model", fsdp_plugin)
     _write(accelerator, accelerator.get_state_dict(model), _path(output_dir, "pytorch_model_fsdp", model_index))
 
 
@@ -139,6 +117,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
 ) -> None:
     """Write a prepared optimizer's state to ``optimizer.bin``. Every process must call this."""
+    _tell_whole("save_fsdp_optimizer", fsdp_plugin)
     module = accelerator.prepared.placement(model, "save_fsdp_optimizer").module
     state = optimizer.strategy.optimizer_state(module, optimizer.optimizer)
     _write(accelerator, state, _path(output_dir, "optimizer", optimizer_index))
@@ -154,6 +133,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
 ) -> None:
     """Load a file from :func:`save_fsdp_optimizer`. Every process must call this."""
+    _refuse_adapters(model, adapter_only)
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
@@ -165,6 +145,15 @@ def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
             f"adapter_only=True is not supported for {type(model).__name__}, because sharded models are saved in full. "
             "Leave out adapter_only, or call accelerator.save_state(only_trainable=True)."
         )
+
+
+def _tell_whole(where: str, fsdp_plugin: Any) -> None:
+    asked = str(getattr(fsdp_plugin, "state_dict_type", None))
+    messages.ignored(
+        where,
+        "these files always hold the full state; accelerator.save_state() saves shards",
+        state_dict_type=asked if "SHARDED" in asked.upper() else None,
+    )
 
 
 def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:

@@ -9,12 +9,12 @@ import functools
 import operator
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import UNKNOWN, Package, Target, placeholder, surface
 from . import probes
-from .surface import SURFACE
 
 #: The version of Accelerate that has these names; programs see it as the installed version.
 VERSION = "1.15.0"
+SURFACE = surface("accelerate")
 
 MODULES = frozenset(module.removeprefix("accelerate").removeprefix(".") for module in SURFACE) - {""}
 
@@ -23,8 +23,8 @@ _PLACES = {
     "compat.accelerate.accelerator": "Accelerator",
     "compat.accelerate.configs": "ParallelismConfig TorchDynamoPlugin",
     "accelerator.enums": (
-        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
-        "LoggerType PrecisionType RNGType SageMakerDistributedType"
+        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend EnumWithContains "
+        "FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
     "accelerator.kwargs_handlers": (
         "AORecipeKwargs AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs "
@@ -47,6 +47,10 @@ _PLACES = {
     "accelerator.plugins": ("FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration"),
     "accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "accelerator.progress_bar": "tqdm",
+    "accelerator.quantization": (
+        "BnbQuantizationConfig get_keys_to_not_convert get_quantized_model_device_map has_4bit_bnb_layers "
+        "load_and_quantize_model replace_with_bnb_layers"
+    ),
     "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerator.schedulers": "AcceleratedScheduler",
     "accelerator.trackers": (
@@ -82,7 +86,7 @@ _PLACES = {
         "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin"
     ),
     "compat.accelerate.details": (
-        "AmaxComputeAlgorithm Backend CPUInformation ConversionStatus EnumWithContains FP8Format OptLevel "
+        "AmaxComputeAlgorithm Backend CPUInformation ConversionStatus FP8Format OptLevel "
         "ProfilerActivity SharedDict TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT ThreadLocalSharedDict chained_operation "
         "check_cuda_p2p_ib_support check_device_same deepspeed_required disable_fsdp_ram_efficient_loading do_nothing "
         "enable_fsdp_ram_efficient_loading filter_linear_layers find_first_last_linear_layers gather_tensor_shape "
@@ -104,7 +108,7 @@ _PLACES = {
     ),
     "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
-        "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
+        "clean_state_dict_for_safetensors compile_regions get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
         "save_fsdp_model save_fsdp_optimizer"
     ),
@@ -124,6 +128,7 @@ _RENAMED = {
     "BaseEnum": Target("accelerator.enums", "Word"),
     "LOGGER_TYPE_TO_CLASS": Target("accelerator.trackers", "_classes"),
     "check_device_map": Target("big_model.device_map", "check_coverage"),
+    "extract_model_from_parallel": Target("accelerator.models", "unwrap_model"),
     "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }
@@ -232,12 +237,11 @@ _LEFT_OUT = {
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config "
         "prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler"
     ),
-    "Paceline trains in 16 and 32 bits, without quantized weights. Use mixed_precision='bf16'": (
-        "BnbQuantizationConfig apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model "
-        "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers "
-        "get_keys_to_not_convert get_quantized_model_device_map has_transformer_engine_layers "
-        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers setup_fp8_env"
+    "Accelerator(mixed_precision='fp8') converts the layers itself, through torchao": (
+        "apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao "
+        "filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers setup_fp8_env"
     ),
+    "Quantized layers cannot be offloaded. Use load_and_quantize_model": "quantize_and_offload_8bit",
     "Start processes with `paceline launch`, notebook_launcher or torchrun": (
         "CustomArgumentGroup CustomArgumentParser CustomHelpFormatter MpDeviceLoaderWrapper PrepareForLaunch "
         "clean_option env_var_path_add get_driver_version install_xla options_to_group prepare_deepspeed_cmd_env "

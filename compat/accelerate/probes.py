@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from ... import messages
 
@@ -17,7 +20,8 @@ _PACKAGES = (
 )
 #: Names for ``is_..._available``, each with packages of which at least one must be installed.
 _OTHER_PACKAGES = {
-    "bnb": "bitsandbytes",
+    "4bit_bnb": "bitsandbytes",
+    "8bit_bnb": "bitsandbytes",
     "lomo": "lomo_optim",
     "mlflow": "mlflow mlflow_skinny",
     "tensorboard": "tensorboard tensorboardX",
@@ -25,10 +29,9 @@ _OTHER_PACKAGES = {
 }
 #: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
 #: devices that they stand for.
-_NEVER = (
-    "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
-    "transformer_engine_mxfp8 xccl xpu"
-)
+_NEVER = "bitsandbytes_multi_backend fp8 megatron_lm pippy torch_xla transformer_engine_mxfp8 xccl"
+#: Names for ``is_..._available`` that are kinds of devices.
+_DEVICES = "cuda hpu mlu mps musa neuron npu sdaa xpu"
 
 
 def _installed(packages: str) -> bool:
@@ -44,16 +47,13 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-def _cuda() -> bool:
-    return _torch().cuda.is_available()
-
-
-def _mps(min_version: str = "1.12") -> bool:
-    return _torch().backends.mps.is_available()
+def _sees(name: str, *_: Any, **__: Any) -> bool:
+    """Return True if this process sees a device of a kind; imports torch only when it is called."""
+    return import_module("...devices.kinds", __package__).kind_of(name).is_available()
 
 
 def _bf16(ignore_tpu: bool = False) -> bool:
-    return not _cuda() or _torch().cuda.is_bf16_supported()
+    return not _sees("cuda") or import_module("...devices.kinds", __package__).CUDA_KIND.computes_in_bfloat16()
 
 
 def is_peft_model(model: Any) -> bool:
@@ -61,18 +61,25 @@ def is_peft_model(model: Any) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return True if bitsandbytes is installed, in at least this version."""
+    if not messages.is_installed("bitsandbytes"):
+        return False
+    return min_version is None or Version(version("bitsandbytes")) >= Version(min_version)
+
+
 ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, name) for name in _PACKAGES.split()},
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _OTHER_PACKAGES.items()},
     **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
-    "is_cuda_available": _cuda,
-    "is_fp16_available": lambda: _cuda() or _mps(),
+    "is_bnb_available": is_bnb_available,
+    **{f"is_{name}_available": partial(_sees, name) for name in _DEVICES.split()},
+    "is_fp16_available": lambda: _sees("cuda") or _sees("mps"),
     "is_habana_gaudi1": _no,
-    "is_mps_available": _mps,
     "is_peft_model": is_peft_model,
     "is_torch_xpu_tensor": _no,
-    "is_rocm_available": lambda: _cuda() and _torch().version.hip is not None,
+    "is_rocm_available": lambda: _sees("cuda") and _torch().version.hip is not None,
     "is_torch_distributed_available": lambda: _torch().distributed.is_available(),
     "is_weights_only_available": lambda: True,
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
 import torch
 
+from ... import messages
 from ...accelerator import loaders, operations
 from ...accelerator.model_weights import save_object
 from ...accelerator.process_state import PartialState
@@ -19,7 +19,7 @@ def _strategy() -> Strategy:
     return PartialState().strategy
 
 
-class _Other(Strategy):
+class _OtherProcess(Strategy):
     """Another process, which need not exist; it decides which part of the data a loader reads."""
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
@@ -99,16 +99,26 @@ def prepare_data_loader(
 ) -> Any:
     """Return a loader that yields one process's shard of the data: this process's, unless another one is specified.
 
-    ``device`` is accepted and ignored, because batches go to this process's device. ``options`` are arguments of
-    ``DataLoaderConfiguration``.
+    Batches go to this process's device. ``options`` are arguments of ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
     world = strategy.world_size if num_processes is None else num_processes
     rank = strategy.global_rank if process_index is None else process_index
     if (world, rank) != (strategy.world_size, strategy.global_rank):
-        strategy = _Other(strategy.device, rank, world)
-    for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
-        options.pop(name, None)
+        strategy = _OtherProcess(strategy.device, rank, world)
+    if put_on_device and device is not None and torch.device(device) != strategy.device:
+        messages.ignored("prepare_data_loader", f"batches go to this process's {strategy.device}", device=device)
+    mesh = options.pop("torch_device_mesh", None)
+    messages.ignored("prepare_data_loader", "the loader's processes are those of the run", torch_device_mesh=mesh)
+    slice_fn = options.pop("slice_fn_for_dispatch", None)
     config = loaders.DataLoaderConfiguration(**options)
-    kind = functools.partial(prepared, rng_types=rng_types or ())
-    return loaders.prepare_data_loader(dataloader, strategy, config, device_placement=put_on_device, kind=kind)
+    found = loaders.prepare_data_loader(
+        dataloader,
+        strategy,
+        config,
+        prepared,
+        device_placement=put_on_device,
+        rng_types=list(map(str, rng_types or ())),
+    )
+    loaders.refuse_slice_fn("prepare_data_loader", found, slice_fn_for_dispatch=slice_fn)
+    return found

@@ -69,7 +69,8 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and (size is None or size % num_processes):
             raise ValueError(
                 f"BatchSamplerShard(split_batches=True) cannot split batches of {size} samples into {num_processes} "
-                "equal parts. Choose a batch size that the number of processes divides, or leave out split_batches."
+                "equal parts. Choose a batch size that is divisible by the number of processes, or leave out "
+                "split_batches."
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -130,7 +131,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches."""
+    """Wraps a batch sampler and skips its first batches."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -176,8 +177,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ValueError(
                 f"IterableDatasetShard(split_batches=True) cannot split batches of {batch_size} samples into "
-                f"{num_processes} equal parts. Choose a batch size that the number of processes divides, or leave out "
-                "split_batches."
+                f"{num_processes} equal parts. Choose a batch size that is divisible by the number of processes, or "
+                "leave out split_batches."
             )
         self.dataset: Any = dataset
         self.batch_size = batch_size
@@ -195,7 +196,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Samples in a round of all processes, and this process's share."""
+        """The number of samples that all processes together take per round, and the number that this process takes."""
         if self.split_batches:
             return self.batch_size, self.batch_size // self.num_processes
         return self.batch_size * self.num_processes, self.batch_size

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ...accelerator.process_state import AcceleratorState, PartialState
+from ...devices.kinds import CUDA_KIND, present
 from . import probes
 from .environment import is_torch_version, parse_flag_from_env
 from .gradient_state import GradientState
@@ -35,18 +36,12 @@ DEFAULT_LAUNCH_COMMAND = [
 
 
 def _count() -> int:
-    return max(torch.cuda.device_count(), 1)
+    return present().count()
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Return the kind of device, the number of devices, and a function for the bytes in use."""
-    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    return kind, _count(), torch.cuda.memory_allocated if kind == "cuda" else _no_memory
-
-
-def _no_memory() -> int:
-    """Return 0, because the CPU does not count its memory."""
-    return 0
+    return present().name, _count(), present().allocated_memory
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
@@ -84,17 +79,17 @@ REQUIREMENTS: dict[str, Callable[[Any], Any]] = {
     },
     "require_cpu": _condition(lambda: torch_device == "cpu", "test requires only a CPU"),
     "require_non_cpu": _condition(lambda: torch_device != "cpu", "test requires an accelerator"),
-    "require_cuda_or_hpu": _condition(torch.cuda.is_available, "test requires CUDA"),
-    "require_cuda_or_xpu": _condition(torch.cuda.is_available, "test requires CUDA"),
+    "require_cuda_or_hpu": _condition(CUDA_KIND.is_available, "test requires CUDA"),
+    "require_cuda_or_xpu": _condition(CUDA_KIND.is_available, "test requires CUDA"),
     "require_tpu": _condition(lambda: False, "test requires a TPU"),
     "require_single_device": _condition(
         lambda: torch_device != "cpu" and _count() == 1, "test requires exactly one device"
     ),
-    "require_single_gpu": _condition(lambda: torch.cuda.device_count() == 1, "test requires exactly one GPU"),
+    "require_single_gpu": _condition(lambda: CUDA_KIND.count() == 1, "test requires exactly one GPU"),
     "require_single_xpu": _condition(lambda: False, "test requires an XPU"),
     "require_multi_device": _condition(lambda: _count() > 1, "test requires several devices"),
-    "require_multi_gpu": _condition(lambda: torch.cuda.device_count() > 1, "test requires several GPUs"),
-    "require_multi_gpu_or_xpu": _condition(lambda: torch.cuda.device_count() > 1, "test requires several GPUs"),
+    "require_multi_gpu": _condition(lambda: CUDA_KIND.count() > 1, "test requires several GPUs"),
+    "require_multi_gpu_or_xpu": _condition(lambda: CUDA_KIND.count() > 1, "test requires several GPUs"),
     "require_multi_xpu": _condition(lambda: False, "test requires several XPUs"),
     "require_huggingface_suite": _condition(
         lambda: importlib.util.find_spec("transformers") and importlib.util.find_spec("datasets"),

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ... import messages
 from ...processes.signals import interruption
+from ...torch_private import APPLY
+from ...trainer.module_hooks import ModuleHooks
 from .exceptions import SIGTERMException, exiting, translated
 from .testing import complete_mocks, is_logger
 from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
@@ -55,29 +57,41 @@ _STRATEGIES = {
 }
 
 
-def install() -> None:
-    """Apply Lightning's behavior to Paceline's classes."""
-    from ...checkpoint import instantiate
-    from ...trainer import default_callbacks, start_run, stopping
-    from . import plugins, views
+def install(version: str) -> None:
+    """Apply the behavior of Lightning ``version`` to Paceline's classes."""
+    from ...checkpoint import file_names, instantiate, lightning_format
+    from ...data import loaders
+    from ...strategies.precision import base as precision
+    from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
+    from ...trainer import hooks as trainer_hooks
+    from . import hooks, plugins, views
 
     users: list[Any] = [default_callbacks, start_run]
     for user in users:
         user.order = functools.partial(_ordered, user.order)
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
+    lightning_format.LAYOUT_VERSION = version
+    file_names.MISSING = 0
     stopping.interruption = _interruption
+    loaders.is_loader_collection = _lists_are_collections(loaders.is_loader_collection)
+    precision.convert = _convert_floats
+    hooks.list_only_hooks()
+    trainer_hooks.overridden = hooks.as_lightning(trainer_hooks.overridden)
+    checkpoint_contents.call = hooks.loading_as_lightning(checkpoint_contents.call)
     plugins.install()
     views.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     _change_loggers()
     _change_callbacks()
+    _change_tuner()
     _replace_methods()
     _translate_errors()
 
 
 def _change_loggers() -> None:
+    from ...loggers import tensorboard
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
@@ -86,6 +100,7 @@ def _change_loggers() -> None:
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     ExperimentWriter.first_columns = ("step",)
+    tensorboard.WRITER_OPTIONS = (*tensorboard.WRITER_OPTIONS, "comment")  # it has no effect
     save = TensorBoardLogger.save
 
     def save_run(logger: TensorBoardLogger) -> None:
@@ -101,17 +116,28 @@ def _change_callbacks() -> None:
     from ...callbacks.early_stopping import EarlyStopping
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from .callbacks import raising_runtime_error, refusing_uncalled, warning_without_validation
+    from ...callbacks.timer import Timer
+    from ...callbacks.weight_averaging import EMAWeightAveraging
+    from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
 
-    range_test: Any = import_module("paceline.tuner.lr_range_test").RangeTest
+    tests: Any = import_module("paceline.tuner.lr_range_test")
+    range_test, curve = tests.RangeTest, tests.LossCurve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate = range_test.rate
+    rate, without_update = range_test.rate, curve.skip
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
             score = keeper.current_score = torch.tensor(float("inf" if keeper.mode == "min" else "-inf"))
         take_in(keeper, path, score, gone)
+
+    def skip_step(one: Any) -> bool:
+        if not one.run.state.stepped:
+            return without_update(one)
+        results = one.found.results
+        results["lr"].append(one.rate(len(results["lr"])))
+        results["loss"].append(float("nan"))
+        return len(results["lr"]) >= one.found.num_training
 
     def begin_averaging(callback: Any, trainer: Any, module: Any) -> None:
         begin(callback, trainer, module)
@@ -126,10 +152,24 @@ def _change_callbacks() -> None:
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
             (StochasticWeightAveraging, "_begin"): begin_averaging,
+            (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
+            (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
+            (curve, "skip"): skip_step,
             (range_test, "__post_init__"): lambda test: None,
             (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
         }
     )
+
+    of_epochs = EMAWeightAveraging.should_update
+
+    def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is None:
+            return of_epochs(callback, step_idx, epoch_idx)
+        return step_idx >= (callback.update_starting_at_step or 0) and step_idx % callback.update_every_n_steps == 0
+
+    _replace({(EMAWeightAveraging, "should_update"): should_update})
+    for name, hook in stats_hooks().items():
+        setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
 
 
 def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -> None:
@@ -144,11 +184,14 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks
+    from ...trainer import arguments, default_callbacks, loop
     from ...trainer.data_source import DataSource
+    from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
+    from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
+    from ...trainer.step import ClosureStep, TrainStep, detached
     from ...trainer.trainer import Trainer
     from . import plugins
 
@@ -161,18 +204,30 @@ def _replace_methods() -> None:
         plugins.remember(trainer)
 
     replacements: dict[tuple[type, str], Any] = {
+        (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (DataModule, "__str__"): datamodule_text,
-        (FitLoop, "say_finished"): _refuse_more_epochs(FitLoop.say_finished),
+        (EvalLoop, "switch"): _switching(EvalLoop.switch),
+        (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
         (FitLoop, "advise"): advising_train(FitLoop.advise),
+        (FitLoop, "refuse_empty"): _warn_of_empty,
         (DataSource, "load_evaluation"): advising_evaluation(DataSource.load_evaluation),
         (ManagedOptimizer, "__repr__"): lambda optimizer: f"Lightning{optimizer.optimizer!r}",
+        (ManagedOptimizer, "step"): _returning(ManagedOptimizer.step),
+        (ManagedOptimizer, "zero_grad"): _zero_grad,
+        (MetricStore, "epoch_of_eval_step"): lambda store: None,
+        (ModuleHooks, "on_validation_model_zero_grad"): lambda module: module.zero_grad(),
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
+        (RunState, "x_axis"): lambda state, updates: max(updates - 1, 0) if state.fn == "fit" else updates,
+        (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
+    TrainStep.clears_first = True
+    trial: Any = import_module("paceline.tuner.trial")
+    loop.detached = trial.detached = lambda output: detached(output) or {}
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -196,8 +251,8 @@ def _translate_errors() -> None:
                         inspect.unwrap(function).__annotations__ = get_type_hints(function)
 
 
-def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``say_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
+def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``report_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
 
     def say(loop: Any) -> None:
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
@@ -206,7 +261,7 @@ def _refuse_more_epochs(say_finished: Callable[[Any], None]) -> Callable[[Any], 
                 f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
                 "continue."
             )
-        say_finished(loop)
+        report_finished(loop)
 
     return say
 
@@ -243,6 +298,114 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
         if stage == "train" and record.logger and record.on_step and record.step_key in monitored:
             found[record.step_key] = monitored[record.step_key]
     return found
+
+
+def _warn_of_empty(loop: Any, why: str) -> None:
+    """Warn about an epoch without batches; raise only if the run would never end."""
+    if loop.run.trainer.max_epochs == -1:
+        raise RuntimeError(why)
+    messages.warn(why)
+
+
+def _lists_are_collections(is_collection: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap ``is_loader_collection`` to also return True for a list of lists: each inner list is a loader."""
+
+    def check(loaders: Any) -> bool:
+        lists = isinstance(loaders, (list, tuple)) and bool(loaders)
+        return is_collection(loaders) or (lists and all(isinstance(one, (list, tuple)) for one in loaders))
+
+    return check
+
+
+def _convert_floats(module: torch.nn.Module, wanted: torch.dtype) -> torch.nn.Module:
+    """Convert a module's floating-point parameters and buffers; complex ones stay as they are."""
+    return getattr(module, APPLY)(lambda one: one.to(wanted) if one.is_floating_point() else one)
+
+
+def _change_tuner() -> None:
+    tuner: Any = import_module("paceline.tuner.tuner").Tuner
+    trials: Any = import_module("paceline.tuner.batch_size").Trials
+    check_size = trials.check_size
+
+    def check(trial: Any, *args: Any) -> None:
+        try:
+            check_size(trial, *args)
+        except RuntimeError as error:
+            messages.warn_once(str(error))
+
+    def staying_attached(search: Callable[..., Any]) -> Callable[..., Any]:
+        def run(one: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            found = search(one, model, *args, **kwargs)
+            if model.logger is None:
+                model.trainer = one.trainer
+            return found
+
+        return run
+
+    _replace(
+        {
+            (trials, "check_size"): check,
+            (tuner, "lr_find"): staying_attached(tuner.lr_find),
+            (tuner, "scale_batch_size"): staying_attached(tuner.scale_batch_size),
+        }
+    )
+
+
+def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Wrap ``switch`` to restore the module's modes after a prediction without calling ``on_predict_model_train``."""
+
+    def change(loop: Any, what: str) -> None:
+        if (loop.kind, what) == ("predict", "train"):
+            ModuleHooks.on_predict_model_train(loop.run.module)
+        else:
+            switch(loop, what)
+
+    return change
+
+
+def _count_without_loss(step: Any) -> None:
+    """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
+    state = step.state
+    if not state.window:
+        step.zero_grad()
+    state.window += 1
+    if state.window < step.accumulate and not state.is_last_batch:
+        return
+    if not step.scales:
+        step.update()
+        return
+    state.window, state.stepped = 0, True  # a loss scaler rejects a step without gradients
+    state.global_step += 1
+    state.updates += 1
+
+
+def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` to return what the original optimizer's ``step`` returned; None if the step was skipped."""
+
+    def call(managed: Any, closure: Any = None, **arguments: Any) -> Any:
+        optimizer, found = managed.optimizer, [None]
+        own, before = optimizer.step, vars(optimizer).get("step")
+
+        @functools.wraps(own)
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            found[0] = own(*args, **kwargs)
+            return found[0]
+
+        optimizer.step = keeping
+        try:
+            step(managed, closure, **arguments)
+        finally:
+            del optimizer.step
+            if before is not None:
+                optimizer.step = before
+        return found[0]
+
+    return call
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Clear the gradients without ``on_before_zero_grad``."""
+    optimizer.optimizer.zero_grad(set_to_none)
 
 
 def _same_state(state: Any, other: Any) -> bool:

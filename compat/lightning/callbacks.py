@@ -44,30 +44,53 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric."""
+    """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric.
+
+    With ``fast_dev_run``, nothing is said.
+    """
 
     def warn(callback: Any, trainer: Any) -> bool:
+        if trainer.fast_dev_run:
+            return False
         try:
             return has_value(callback, trainer)
         except ValueError as error:
             if trainer.enable_validation:
                 raise
-            messages.warn_once(f"{error} No file is ranked.", key=f"ModelCheckpoint {callback.monitor}")
+            messages.warn_once(
+                f"{error} No checkpoint is ranked by it, so there is no best checkpoint.",
+                key=f"ModelCheckpoint {callback.monitor}",
+            )
             return False
 
     return warn
 
 
 def raising_runtime_error(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap ``EarlyStopping._value`` to raise a RuntimeError, as in Lightning, if the metric was never logged."""
+    """Wrap ``EarlyStopping._value`` to raise a RuntimeError, as in Lightning, if the metric was never logged.
+
+    With ``fast_dev_run``, nothing is checked.
+    """
 
     def read(callback: Any, trainer: Any) -> Any:
+        if trainer.fast_dev_run:
+            return None
         try:
             return value(callback, trainer)
         except ValueError as error:
             raise RuntimeError(*error.args) from None
 
     return read
+
+
+def stats_hooks() -> dict[str, Callable[..., None]]:
+    """Return hooks that log the statistics of ``DeviceStatsMonitor`` at the start and end of batches in all stages."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda monitor, trainer, *_: monitor._log(trainer, name)
+
+    names = [f"on_{stage}_batch_{moment}" for stage in ("train", "validation", "test") for moment in ("start", "end")]
+    return {name: hook(name) for name in names if name != "on_train_batch_end"}
 
 
 class SpikeDetection(LossGuard):

@@ -27,7 +27,7 @@ from ...strategies.base import Strategy
 from ...strategies.choose import choose_strategy
 from ...torch_private import pytree
 from ...trainer.plugins import sort_plugins
-from .fabric_wrappers import FabricLoader, FabricModule, is_wrapped, original, takes_fabric, tie
+from .fabric_wrappers import FabricLoader, FabricModule, attach_to_fabric, is_wrapped, original, takes_fabric
 
 _REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
 
@@ -217,7 +217,7 @@ class Fabric:
 
     def _wrapped(self, module: nn.Module, optimizers: list[AcceleratedOptimizer]) -> FabricModule:
         wrapped = FabricModule(self.accelerator_of_loop, module)
-        tie(self, module, optimizers)
+        attach_to_fabric(self, module, optimizers)
         self._watch(optimizers)
         self.call("on_after_setup", fabric=self, module=wrapped)
         return wrapped

@@ -73,7 +73,7 @@ class FabricModule(nn.Module):
         module = self.module
         if name in self._marked or (name in _STEPS and isinstance(module, TrainingModule)):
             placement = self._accelerator.prepared.placement(module, "setup_module")
-            method = placement.route_method(name, self._accelerator.prepared.errors.explain)
+            method = placement.route_method(name)
             return partial(self._in_precision, method)
         return getattr(module, name)
 
@@ -228,7 +228,7 @@ class FabricTrainer:
         return getattr(self._fabric, name)
 
 
-def tie(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
+def attach_to_fabric(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -> None:
     """Make a LightningModule, and all LightningModules inside it, log and optimize through Fabric."""
     trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
     for one in module.modules():

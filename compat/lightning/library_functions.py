@@ -23,6 +23,7 @@ from typing_extensions import Self
 from ... import messages
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.storage import is_remote, location
+from ...devices.kinds import CUDA_KIND
 from ...memory.out_of_memory_retry import clear_device_cache
 from ...processes.device_transfer import move
 from ...processes.seed import mixed, seed_host
@@ -199,7 +200,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
 
 def is_cuda_available() -> bool:
     """Return True if torch can use an NVIDIA or AMD GPU."""
-    return torch.cuda.is_available()
+    return CUDA_KIND.is_available()
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
@@ -209,7 +210,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         ValueError: if ``num_devices`` is larger than the number of GPUs.
         RuntimeError: if too few GPUs are usable.
     """
-    seen = torch.cuda.device_count()
+    seen = CUDA_KIND.count()
     if num_devices > seen:
         raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Ask for fewer.")
     usable = []
@@ -309,7 +310,7 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
     if not of_all(strategy.broadcast(folder) == folder):
         return False
     if not of_all(os.path.exists(folder)):
-        raise FileNotFoundError(f"{folder!r} does not exist in every process. Create it, or pass a folder that exists.")
+        raise FileNotFoundError(f"{folder!r} is not visible to every process. Create it, or pass a folder that exists.")
     folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
     mark = os.path.join(folder, strategy.broadcast(f".paceline_shared_{uuid.uuid4().hex}"))
     if strategy.is_global_zero:
@@ -340,7 +341,7 @@ def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
 
 
 class LightningEnum(str, Enum):
-    """Base of enums of strings that compare equal to strings without regard to case."""
+    """Base class of string enums whose members compare equal to strings case-insensitively."""
 
     @classmethod
     def from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self:
@@ -374,14 +375,6 @@ class LightningEnum(str, Enum):
 
     def __hash__(self) -> int:
         return hash(self.value.lower())
-
-
-def sized_len(dataloader: Any) -> int | None:
-    """Return an object's length, or None if it has no length."""
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:

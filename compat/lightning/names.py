@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import Package, Target, placeholder
-from .surface import SURFACE
+from ..finder import Package, Target, placeholder, surface
 
 #: The version of Lightning that has these names; programs see it as the installed version.
 VERSION = "2.6.1"
+SURFACE = surface("lightning")
 
 #: Paceline's modules, and the Lightning names that they define.
 _HOMES = {
@@ -55,7 +55,7 @@ _HOMES = {
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters "
         "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
         "pl_worker_init_function LightningEnum is_shared_filesystem convert_to_tensors "
-        "sized_len convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
+        "convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
     ),
     "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.tqdm_class": "Tqdm",
@@ -77,7 +77,7 @@ _HOMES = {
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
     "strategies.registry": "StrategyRegistry",
     "strategies.sync_batch_norm": "LayerSync TorchSyncBatchNorm",
-    "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
+    "strategies.precision": "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
     "tuner.batch_size_finder": "BatchSizeFinder",
@@ -115,7 +115,7 @@ _RENAMED = {
     "TrainerState": Target("trainer.state", "RunState"),
     "Fabric": Target("compat.lightning.fabric", "Fabric"),
     "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
-    "XLAAccelerator": Target("compat.lightning.plugins", "XLAAccelerator"),
+    "XLAAccelerator": Target("processes.accelerators", "TPUAccelerator"),
     "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
     "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
     "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
@@ -124,8 +124,10 @@ _RENAMED = {
     "_unwrap_objects": Target("compat.lightning.fabric_wrappers", "unwrapped_in"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
+    "sized_len": Target("data.sample_order", "length_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
     "SpikeDetection": Target("compat.lightning.callbacks", "SpikeDetection"),
+    "ThroughputMonitor": Target("compat.lightning.throughput", "ThroughputMonitor"),
     "TrainingSpikeException": Target("callbacks.loss_guard", "LossSpikeError"),
     "get_available_flops": Target("callbacks.throughput_monitor", "peak_flops"),
     "ACCELERATOR_REGISTRY": Target("processes.accelerators", "AcceleratorRegistry"),
@@ -145,8 +147,10 @@ _NOT_HERE = {
     "a Strategy sets up its own precision": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
-    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
-    "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
+    "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAPrecision XLAStrategy",
+    "TransformerEngine is not supported; precision='fp8-mixed' multiplies in 8 bits through torchao": (
+        "TransformerEnginePrecision"
+    ),
     "a Strategy shards and averages; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
@@ -257,7 +261,7 @@ def change_behaviours() -> None:
     """Make Paceline's classes behave as programs written for Lightning expect."""
     from . import behaviours
 
-    behaviours.install()
+    behaviours.install(VERSION)
 
 
 CONSTANTS: dict[str, dict[str, Any]] = {}

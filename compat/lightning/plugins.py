@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload
 
 from ...callbacks.device_stats_monitor import cpu_stats, device_stats
-from ...checkpoint.checkpoint_io import TorchCheckpointIO
+from ...checkpoint.checkpoint_io import AsyncCheckpointIO, TorchCheckpointIO
 from ...processes.accelerators import Accelerator, AcceleratorRegistry
 from ...processes.device_transfer import move
 from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
 from ...strategies.precision.base import Precision, parameters
-from ...torch_private import unscales_in_its_step
+from ...torch_private import pytree, unscales_in_its_step
+from ...trainer import checkpoint_contents
 from ...trainer.trainer import Trainer
 
 #: For each strategy, the last Trainer that created or received it.
@@ -127,6 +129,11 @@ class StrategyNames(Strategy):
     def _io(self) -> Any:
         return self.checkpoint_io or TorchCheckpointIO()
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers. An override replaces what Paceline does."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.load_optimizer_state(self.model, optimizer, state)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's full state dict."""
         return self.model_state(_trainer(self).lightning_module)
@@ -150,7 +157,7 @@ class PrecisionNames(Precision):
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "removes the loss scale only inside its step. Leave out fused, or use 'bf16-mixed'."
+                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
@@ -184,15 +191,29 @@ class AcceleratorNames(Accelerator):
         """Do nothing, because a Strategy sets up its own device."""
 
 
-class XLAAccelerator(Accelerator):
-    """Lightning's accelerator for TPUs, which Paceline does not support."""
+def restoring_optimizers(restore: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``restore_optimizers`` to call a strategy's own ``load_optimizer_state_dict``."""
 
-    name = "tpu"
+    def call(run: Any, states: list[Any], *args: Any) -> None:
+        strategy = run.strategy
+        if type(strategy).load_optimizer_state_dict is StrategyNames.load_optimizer_state_dict:
+            restore(run, states, *args)
+        elif strategy.lightning_restore_optimizer:
+            strategy.load_optimizer_state_dict({"optimizer_states": states})
 
-    @classmethod
-    def auto_device_count(cls) -> int:
-        """Return 0, because TPUs are not supported."""
-        return 0
+    return call
+
+
+def copying(save: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``AsyncCheckpointIO.save_checkpoint`` to copy the tensors first if a program calls it itself."""
+
+    @functools.wraps(save)
+    def call(io: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # the Trainer calls it in a thread, with copies
+            checkpoint = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), checkpoint)
+        save(io, checkpoint, *args, **kwargs)
+
+    return call
 
 
 def install() -> None:
@@ -202,7 +223,8 @@ def install() -> None:
         for name, value in vars(names).items():
             if not hasattr(owner, name):
                 setattr(owner, name, value)
-    AcceleratorRegistry["tpu"] = XLAAccelerator
+    setattr(AsyncCheckpointIO, "save_checkpoint", copying(AsyncCheckpointIO.save_checkpoint))  # noqa: B010
+    checkpoint_contents.restore_optimizers = restoring_optimizers(checkpoint_contents.restore_optimizers)
 
 
 # ---- strategy arguments ----------------------------------------------------------------------------------------------

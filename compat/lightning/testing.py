@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from ...callbacks.base import OTHER_METHODS, Callback
+from ...devices.kinds import CUDA_KIND, kind_of
 from ...loggers.base import Logger
 
 #: Arguments that require a package.
@@ -99,13 +100,13 @@ def runif_reasons(
         Version(Version(torch.__version__).base_version),
         Version(sys.version.split()[0].rstrip("+")),
     )
-    has_mps = torch.backends.mps.is_available()
+    has_mps = kind_of("mps").is_available()
     wanted: list[tuple[Any, str]] = [
-        (torch.cuda.device_count() < min_cuda_gpus, f"GPUs>={min_cuda_gpus}"),
+        (CUDA_KIND.count() < min_cuda_gpus, f"GPUs>={min_cuda_gpus}"),
         (min_torch and torch_version < Version(min_torch), f"torch>={min_torch}"),
         (max_torch and torch_version >= Version(max_torch), f"torch<{max_torch}"),
         (min_python and python < Version(min_python), f"python>={min_python}"),
-        (bf16_cuda and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()), "CUDA device bf16"),
+        (bf16_cuda and not CUDA_KIND.computes_in_bfloat16(), "CUDA device bf16"),
         (tpu, "TPU"),
         (mps is True and not has_mps, "MPS"),
         (mps is False and has_mps, "not MPS"),

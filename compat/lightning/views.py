@@ -176,7 +176,7 @@ class EpochLoop(View):
     }
 
 
-class FitLoop(View):
+class FitLoopView(View):
     """``trainer.fit_loop``."""
 
     place = "trainer.fit_loop"
@@ -378,7 +378,7 @@ class AcceleratorConnector:
 
 #: Attributes to add to Trainers, and the views that they return.
 VIEWS: dict[str, Callable[[Trainer], Any]] = {
-    "fit_loop": FitLoop,
+    "fit_loop": FitLoopView,
     "validate_loop": ValidationLoop,
     "test_loop": TestLoop,
     "predict_loop": PredictLoop,

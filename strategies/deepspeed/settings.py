@@ -106,12 +106,12 @@ class DeepSpeedSettings:
                     "scale and save only 16-bit and 32-bit tensors that are held in memory, and does not support "
                     f"mixture-of-experts models. Leave {name} out."
                 )
-        if not self.is_train_batch_min or self.zero3_init_flag:
-            named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
-            messages.info_once(
-                f"{type(self).__name__}({named}) has no effect: DeepSpeed does not need the batch size, and models are "
-                "partitioned when they are prepared."
-            )
+        for field, default, why in (
+            ("is_train_batch_min", True, "DeepSpeed does not need the batch size"),
+            ("zero3_init_flag", False, "models are partitioned when they are prepared"),
+            ("zero3_save_16bit_model", False, "saving always gathers the full weights"),
+        ):
+            messages.ignored(type(self).__name__, why, default, **{field: getattr(self, field)})
         ours = ("gradient_accumulation_steps", "gradient_clipping")  # the Accelerator does both itself
         config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
         found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}

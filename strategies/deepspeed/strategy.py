@@ -66,6 +66,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """
 
     names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(
@@ -122,6 +123,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
 
+    def place_on(self, axis: str) -> int:
+        return self.global_rank if axis == "dp_shard" else 0
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
             return module  # already in place
@@ -159,7 +163,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not optimizers:
             return optimizers
         optimizer = optimizers[0]
+        if self._root is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameters of a prepared model. DeepSpeed partitions an optimizer "
+                "together with its model, so prepare the model first, or both in one call: "
+                "accelerator.prepare(model, optimizer)."
+            )
         _refuse_optimizer(optimizer)
+        self._drop_engine()
         self.precision.setup_optimizers(optimizers)
         groups = optimizer.param_groups
         self._groups = [i for i, group in enumerate(groups) if any(p.requires_grad for p in group["params"])]

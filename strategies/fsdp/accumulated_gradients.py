@@ -18,11 +18,15 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
     """Return this process's gradients on the CPU, by parameter name.
 
     For each parameter, ``whole`` is an unsharded gradient that was accumulated but not reduced, and ``part`` is this
-    process's shard of a reduced gradient; either may be None. Returns None if an unsharded gradient is itself split
-    along another mesh dimension.
+    process's shard of a reduced gradient; either may be None. Parameters that FSDP ignores have only ``whole``. Returns
+    None if an unsharded gradient is itself split along another mesh dimension.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        name: {"whole": parameter.grad.detach().cpu(), "part": None}
+        for name, parameter in module.named_parameters()
+        if not isinstance(parameter, DTensor) and parameter.grad is not None
+    }
     for one in fsdp_parameters(root):
         whole, part = waiting_gradient(one), one.sharded_param.grad
         if isinstance(whole, DTensor):
@@ -43,6 +47,9 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
         part.unshard()
     for part in parts:
         part.reshard()
+    for name, parameter in module.named_parameters():
+        if name in state and not isinstance(parameter, DTensor):
+            parameter.grad = state[name]["whole"].to(parameter.device)
     for one in fsdp_parameters(root):
         kept = state.get(names[id(one.sharded_param)])
         if kept is None:

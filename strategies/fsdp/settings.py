@@ -97,6 +97,7 @@ class FSDPSettings:
             "cpu_offload": _offload(self.cpu_offload) or None,
             "activation_checkpointing": _truth(self.activation_checkpointing) or None,
             "mixed_precision": _policy(self.mixed_precision_policy),
+            "ignored_modules": self.ignored_modules or None,
         }
         if self.state_dict_type is not None:
             kind = _word("state_dict_type", self.state_dict_type, STATES)
@@ -111,8 +112,6 @@ class FSDPSettings:
 
     def _refuse(self) -> None:
         fixes = {
-            "ignored_modules": "FSDP does not reduce the gradients of modules that it ignores. Freeze those modules "
-            "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
             "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by an "
             "enclosing module's _init_weights(module). Define one of the two.",
             "activation_checkpointing_offload": "activations that are kept for recomputation stay on the device. Use "
@@ -176,25 +175,25 @@ class FSDPSettings:
 
     def _say(self) -> None:
         """Report fields that have no effect."""
+        prefetch, original, synced = self.backward_prefetch, self.use_orig_params, self.sync_module_states
         asked = {
-            "fsdp_version=1": self.fsdp_version == 1,
-            f"backward_prefetch={self.backward_prefetch!r}": self.backward_prefetch is not None
-            and _word("backward_prefetch", self.backward_prefetch, PREFETCH) != "BACKWARD_PRE",
-            "forward_prefetch=True": _truth(self.forward_prefetch),
-            "limit_all_gathers=False": not self.limit_all_gathers,
-            "use_orig_params=False": self.use_orig_params is not None and not _truth(self.use_orig_params),
-            "sync_module_states=False": self.sync_module_states is not None and not _truth(self.sync_module_states),
-            "cpu_ram_efficient_loading=True": _truth(self.cpu_ram_efficient_loading),
-            "state_dict_config": self.state_dict_config is not None,
-            "optim_state_dict_config": self.optim_state_dict_config is not None,
+            "fsdp_version": self.fsdp_version == 1,
+            "backward_prefetch": prefetch is not None
+            and _word("backward_prefetch", prefetch, PREFETCH) != "BACKWARD_PRE",
+            "forward_prefetch": _truth(self.forward_prefetch),
+            "limit_all_gathers": not self.limit_all_gathers,
+            "use_orig_params": original is not None and not _truth(original),
+            "sync_module_states": synced is not None and not _truth(synced),
+            "cpu_ram_efficient_loading": _truth(self.cpu_ram_efficient_loading),
+            "state_dict_config": True,
+            "optim_state_dict_config": True,
         }
-        named = [name for name, is_asked in asked.items() if is_asked]
-        if named:
-            messages.info_once(
-                f"{type(self).__name__}: these settings have no effect: {', '.join(named)}. FSDP2 starts from rank 0's "
-                "weights, keeps the original parameters, prefetches the next block while the current one runs, and "
-                "gathers full state dicts on rank 0's CPU."
-            )
+        messages.ignored(
+            type(self).__name__,
+            "FSDP2 starts from rank 0's weights, keeps the original parameters, prefetches the next block while the "
+            "current one runs, and gathers full state dicts on rank 0's CPU",
+            **{name: getattr(self, name) for name, is_asked in asked.items() if is_asked},
+        )
 
 
 def _is_truth(value: Any) -> bool:

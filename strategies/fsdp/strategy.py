@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -21,14 +21,32 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
-from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
+from ...devices.kinds import present
+from ...processes.device_transfer import move_in_place
+from ...torch_private import (
+    after_backward,
+    backward_hooks,
+    expect_backward,
+    finish_backward,
+    fsdp_state,
+    unscale_each_,
+    unscale_with,
+)
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision, gradients
 from ..precision.base import parameters as parameters_of
 from ..precision.mixed import MixedPrecision
 from . import accumulated_gradients
-from .wrapping import Policy, check_shapes, checkpoint_activations, choose_blocks
+from .wrapping import (
+    Policy,
+    check_ignored,
+    check_shapes,
+    checkpoint_activations,
+    choose_blocks,
+    find_ignored,
+    parameter_ids,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -62,6 +80,11 @@ class FSDPStrategy(DistributedStrategy):
 
     Each process holds full, unsharded buffers. They are not reduced, and checkpoints contain rank 0's buffers.
 
+    The parameters of ``ignored_modules`` are not sharded either: each process holds all of them, on its device, with
+    full gradients and optimizer state. If they are trained, their gradients are averaged across all processes at the
+    end of the backward pass that reduces the other gradients, so the results are the same as without
+    ``ignored_modules``. They keep their dtype, so with ``mixed_precision`` their inputs must be converted to it.
+
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         wrap: the modules to gather separately: ``"auto"`` (the repeated blocks), one or more classes or class names, an
@@ -76,6 +99,8 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that each copy is sharded across.
         device_mesh: your own mesh, 1-D or 2-D (replicate, shard).
+        ignored_modules: the modules whose parameters are not sharded: a list of modules, or a regular expression that
+            matches their full names (``"encoder|.*[.]router"``).
         find_unused_parameters: allow processes to use different parameters in a step; unused parameters get zero
             gradients. All processes must still run the same blocks.
         state_dict_type: ``"full"`` gathers each checkpoint on rank 0 and writes one file; with ``"sharded"``, each
@@ -85,6 +110,7 @@ class FSDPStrategy(DistributedStrategy):
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
     communicates_forward = True
+    holds_whole_module = False
 
     @passes_on(DistributedStrategy.__init__)
     def __init__(
@@ -100,6 +126,7 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: int | None = None,
         data_parallel_shard: int | None = None,
         device_mesh: DeviceMesh | None = None,
+        ignored_modules: Iterable[nn.Module] | str | None = None,
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         **process: Unpack[ProcessOptions],
@@ -127,9 +154,11 @@ class FSDPStrategy(DistributedStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.sizes = (data_parallel_replicate, data_parallel_shard)
         self.device_mesh = device_mesh
+        self.ignored_modules = check_ignored(ignored_modules)
         self.find_unused_parameters = find_unused_parameters
         self.state_dict_type = state_dict_type
         self._holder: Any = None
+        self._ignored: list[nn.Module] = []
         self._synced = True
         self._manual = self._inside = self._in_parts = False
 
@@ -169,6 +198,10 @@ class FSDPStrategy(DistributedStrategy):
             )
         return (replicate, shard)
 
+    def place_on(self, axis: str) -> int:
+        replicate, shard = divmod(self.global_rank, self._mesh_shape()[-1])
+        return {"dp_replicate": replicate, "dp_shard": shard}.get(axis, 0)
+
     def _mesh(self) -> DeviceMesh:
         if self.device_mesh is None:
             shape = self._mesh_shape()
@@ -185,7 +218,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager for creating layers. Weights loaded into meta-device layers are read after sharding."""
+        """Context manager for creating layers. Weights loaded into them on the meta device are read after sharding."""
         with super().init_context(), self._noting():
             yield
 
@@ -200,7 +233,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, with rank 0's weights; layers on the meta device initialize themselves.
 
-        Deferred weights are only allocated here; :meth:`settle_weights` reads them.
+        Weights whose loading was deferred are allocated here but read later, by :meth:`settle_weights`.
         """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
@@ -213,7 +246,9 @@ class FSDPStrategy(DistributedStrategy):
             self.mixed_precision,
             self.offload,
             self.activation_checkpointing,
+            self.ignored_modules,
         )
+        self._ignored = find_ignored(module, self.ignored_modules)
         self.precision.shards = True
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
@@ -239,10 +274,11 @@ class FSDPStrategy(DistributedStrategy):
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):
             self._holder.set_reduce_scatter_unused_params(self.find_unused_parameters)
         self._holder.reshard()
+        after_backward(self._holder, self._average_ignored if self._ignored else None)
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        check_shapes(module)
+        check_shapes(module, parameter_ids(self._ignored))
         self.same_model(module)
         waiting = self._same_notes(module)
         blocks = self._blocks(module)
@@ -257,6 +293,8 @@ class FSDPStrategy(DistributedStrategy):
         self._shard_group(self._holder, self._reshard_root)
         waiting.unfilled = materializer.unfilled
         waiting.take_memory(module, torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device)
+        for parameter in self._ignored_parameters():  # cpu_offload does not apply to these
+            move_in_place(parameter, self.device)
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
@@ -271,7 +309,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the modules to gather separately, by name."""
-        return choose_blocks(module, self.wrap)
+        return choose_blocks(module, self.wrap, parameter_ids(self._ignored))
 
     def _prepare(self, name: str, part: nn.Module) -> None:
         """Called for each submodule, children first, after it is initialized and before it is sharded."""
@@ -287,22 +325,31 @@ class FSDPStrategy(DistributedStrategy):
         return False if self.reshard_after_forward is False else None
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
-        self._give_rank_zeros_values(part)
+        whole = self._ignored_parameters()
+        self._give_rank_zeros_values(part, whole if part is not self._holder else ())
         fully_shard(
             part,
             mesh=self._mesh(),
             reshard_after_forward=reshard,
             mp_policy=self.mixed_precision or MixedPrecisionPolicy(cast_forward_inputs=False),
             offload_policy=self.offload,
+            ignored_params=whole or None,
         )
 
-    def _give_rank_zeros_values(self, part: nn.Module) -> None:
-        """Move the unsharded tensors that have values to the device, and broadcast rank 0's values."""
-        tensors = (*part.parameters(), *part.buffers())
+    def _ignored_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters of this module that are not sharded, as they are now."""
+        return {parameter for module in self._ignored for parameter in module.parameters()}
+
+    def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
+        """Move the unsharded tensors that have values to the device, and broadcast rank 0's values.
+
+        Tensors in ``later`` are left out.
+        """
+        tensors = (*(parameter for parameter in part.parameters() if parameter not in later), *part.buffers())
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
             if tensor.device != self.device:
-                tensor.data = tensor.data.to(self.device)
+                move_in_place(tensor, self.device)
         if self.talks:
             with self._at("broadcasting rank 0's weights"):
                 _broadcast(tensors)
@@ -359,7 +406,35 @@ class FSDPStrategy(DistributedStrategy):
                     "single prepared model."
                 )
         self.precision.setup_optimizers(optimizers)
+        if self.precision.scaler is not None and self._has_plain_parameters:
+            unscale_with(self.precision.scaler, self._unscale_parts)
         return optimizers
+
+    @property
+    def _has_plain_parameters(self) -> bool:
+        """Whether an optimizer may hold both sharded and plain parameters, which torch does not combine."""
+        return bool(self._ignored)
+
+    def _unscale_parts(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
+        parameters = parameters_of(optimizer)
+        sharded_tensors.settle(parameters)
+        devices: dict[torch.device, list[Tensor]] = {}
+        for grad in sharded_tensors.local_parts(p.grad for p in parameters if p.grad is not None):
+            devices.setdefault(grad.device, []).append(grad)
+        found = found_inf.clone()
+        for device, grads in devices.items():
+            here = found.to(device)
+            unscale_each_(grads, here, inv_scale.to(device))
+            found = found.maximum(here.to(found.device))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
+        return {found.device: found}
+
+    def _group_of_overflow(self) -> Any:
+        """Return the group of the processes that agree on overflows; None means all processes."""
+        return None
 
     def explain(self, error: BaseException) -> BaseException | None:
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
@@ -399,6 +474,12 @@ class FSDPStrategy(DistributedStrategy):
         self.sync_gradients(True)
         finish_backward(fsdp_state(self._holder))
 
+    def _average_ignored(self) -> None:
+        """Average the gradients of the parameters that FSDP ignores if it has reduced the others."""
+        if self._synced and self.world_size > 1:
+            whole = dict.fromkeys(parameter for module in self._ignored for parameter in module.parameters())
+            sharded_tensors.average_gradients([p for p in whole if p.requires_grad], self._mesh())
+
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
@@ -409,7 +490,14 @@ class FSDPStrategy(DistributedStrategy):
             self._holder.unshard()  # the step continues
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        stepped = super().optimizer_step(optimizer, closure)
+        if self._has_plain_parameters:
+            from torch.distributed.tensor.experimental import implicit_replication  # importing it takes 0.1 s
+
+            sharded_tensors.settle(parameters_of(optimizer))
+            with implicit_replication():
+                stepped = super().optimizer_step(optimizer, closure)
+        else:
+            stepped = super().optimizer_step(optimizer, closure)
         self.requires_grad_changed()
         return stepped
 
@@ -520,7 +608,7 @@ class _Holder(nn.Module):
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     if isinstance(asked, OffloadPolicy):
         return asked
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=present().overlaps_copies()) if asked else OffloadPolicy()
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,71 @@ from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermos
 Policy = Any
 
 
-def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+def check_ignored(ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module, ...] | str | None:
+    """Return ``ignored_modules`` as a tuple of modules or a regular expression; None if nothing is ignored.
+
+    Raises:
+        ValueError: the regular expression is not valid.
+        TypeError: ``ignored`` is neither of the two.
+    """
+    if not ignored:
+        return None
+    if isinstance(ignored, str):
+        try:
+            re.compile(ignored)
+        except re.error as error:
+            raise ValueError(
+                f"FSDPStrategy: ignored_modules={ignored!r} is not a valid regular expression: {error}. Pass an "
+                "expression that matches full module names, such as 'encoder|.*[.]head', or a list of modules."
+            ) from error
+        return ignored
+    found = () if isinstance(ignored, nn.Module) or not isinstance(ignored, Iterable) else tuple(ignored)
+    if not found or not all(isinstance(module, nn.Module) for module in found):
+        raise TypeError(
+            f"FSDPStrategy: ignored_modules={ignored!r} is {messages.a(ignored)}. Pass a list of modules, or a regular "
+            "expression that matches their full names."
+        )
+    return found
+
+
+def find_ignored(root: nn.Module, ignored: tuple[nn.Module, ...] | str | None) -> list[nn.Module]:
+    """Return the modules inside ``root`` that ``ignored_modules`` names.
+
+    Raises:
+        ValueError: no parameter would be left to shard.
+    """
+    if ignored is None:
+        return []
+    if isinstance(ignored, str):
+        found = [module for name, module in root.named_modules() if re.fullmatch(ignored, name)]
+    else:
+        given = set(map(id, ignored))
+        found = [module for module in root.modules() if id(module) in given]
+    if not found:
+        shown = repr(ignored) if isinstance(ignored, str) else f"[{', '.join(type(m).__name__ for m in ignored)}]"
+        messages.warn_once(
+            f"FSDPStrategy(ignored_modules={shown}) matches no module of {type(root).__name__}, so all of its "
+            "parameters are sharded. A regular expression must match a module's full name, as in named_modules()."
+        )
+    whole = parameter_ids(found)
+    if whole and all(id(parameter) in whole for parameter in root.parameters()):
+        raise ValueError(
+            f"FSDPStrategy(ignored_modules=...) covers every parameter of {type(root).__name__}, so there is nothing "
+            "to shard. Name fewer modules, or use strategy='ddp'."
+        )
+    return found
+
+
+def parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the modules' parameters."""
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def choose_blocks(root: nn.Module, policy: Policy, whole: Collection[int] = ()) -> dict[str, nn.Module]:
     """Return the modules inside ``root`` to shard separately, by name, outer modules first.
 
-    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor.
+    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor. ``whole`` holds
+    the ids of parameters that are not sharded; a module that has no others is never chosen.
 
     Raises:
         ValueError: the policy matches no module; the message lists the model's classes.
@@ -28,8 +90,8 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """
     if policy in (None, "root", "none"):
         return {}
-    found = _repeated_blocks(root) if policy == "auto" else find_modules(root, policy, "wrap", smallest=True)
-    tied = _tied_modules(root, found)
+    found = _repeated_blocks(root, whole) if policy == "auto" else find_modules(root, policy, "wrap", True, whole)
+    tied = _tied_modules(root, found, whole)
     if tied:
         messages.info_once(
             f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group, because modules that share a "
@@ -38,19 +100,22 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if name not in tied}
 
 
-def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
+def find_modules(
+    root: nn.Module, policy: Policy, argument: str, smallest: bool = False, whole: Collection[int] = ()
+) -> dict[str, nn.Module]:
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
     The policy is one or more classes or class names, ``f(name, module)`` or, if ``smallest`` is True, a minimum
-    number of parameters. ``argument`` is the name of the policy's argument, for error messages.
+    number of parameters. ``argument`` is the name of the policy's argument, for error messages. Modules that have only
+    parameters in ``whole`` are left out.
     """
     candidates = {
         name: module
         for name, module in root.named_modules()
-        if name and type(module) not in NO_FORWARD and any(True for _ in module.parameters())
+        if name and type(module) not in NO_FORWARD and _is_sharded(module, whole)
     }
     if smallest and isinstance(policy, int) and not isinstance(policy, bool):
-        found = _by_size(root, candidates, policy)
+        found = _by_size(candidates, policy, whole)
     else:
         matches = _matcher(policy, argument)
         found = {name: module for name, module in candidates.items() if matches(name, module)}
@@ -86,12 +151,16 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     )
 
 
-def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
+def _is_sharded(module: nn.Module, whole: Collection[int]) -> bool:
+    return any(id(parameter) not in whole for parameter in module.parameters())
+
+
+def _by_size(candidates: dict[str, nn.Module], least: int, whole: Collection[int]) -> dict[str, nn.Module]:
     """Choose, bottom-up, each module with at least ``least`` parameters that no chosen submodule contains."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()
-    taken: set[int] = set()
+    taken = set(whole)
     for name, module in reversed(list(candidates.items())):
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if sum(own.values()) >= least:
@@ -100,12 +169,12 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
     return {name: module for name, module in candidates.items() if name in chosen}
 
 
-def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
+def _repeated_blocks(root: nn.Module, whole: Collection[int]) -> dict[str, nn.Module]:
     """Return the repeated blocks.
 
     Among the classes that occur at least twice in a container, the class with the most parameters is chosen.
     """
-    outer = repeated_elements(root)
+    outer = {name: module for name, module in repeated_elements(root).items() if _is_sharded(module, whole)}
     kinds = {type(module) for module in of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
@@ -124,8 +193,8 @@ def _size(found: dict[str, nn.Module]) -> int:
     return sum({id(p): p.numel() for module in found.values() for p in module.parameters()}.values())
 
 
-def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
-    """Return the names of blocks that share a parameter with a module outside the block."""
+def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module], whole: Collection[int]) -> set[str]:
+    """Return the names of blocks that share a sharded parameter with a module outside the block."""
     homes: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module.parameters(recurse=False):
@@ -133,18 +202,19 @@ def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
     tied = set()
     for name, block in blocks.items():
         inside = {id(module) for module in block.modules()}
-        if any(homes[id(parameter)] - inside for parameter in block.parameters()):
+        if any(homes[id(p)] - inside for p in block.parameters() if id(p) not in whole):
             tied.add(name)
     return tied
 
 
-def check_shapes(module: nn.Module) -> None:
-    """Raise a ValueError if a parameter has no dimension to shard along."""
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+def check_shapes(module: nn.Module, whole: Collection[int] = ()) -> None:
+    """Raise a ValueError if a parameter that is not in ``whole`` has no dimension to shard along."""
+    scalars = [name for name, p in module.named_parameters() if p.dim() == 0 and id(p) not in whole]
     if scalars:
         raise ValueError(
             f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them shape (1,), as in nn.Parameter(torch.tensor([1.0])), or use strategy='ddp'."
+            "be sharded. Give them shape (1,), as in nn.Parameter(torch.tensor([1.0])), leave their modules out "
+            "(ignored_modules=[...]), or use strategy='ddp'."
         )
 
 

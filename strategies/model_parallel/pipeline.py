@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import messages
+from ...devices.kinds import kind_of
 from ...processes.device_transfer import move
 from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
 from .microbatches import ScheduleName
-from .pipeline_schedule import Call, Plan
+from .pipeline_schedule import Call, MicrobatchSchedule
 from .pipeline_stages import Passage, Stages
 from .pipeline_weights import Weights
 
@@ -68,7 +69,7 @@ class Pipeline:
         self.syncs = True
         self.stages: Stages | None = None
         self.weights: Weights | None = None
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, MicrobatchSchedule] = OrderedDict()
         self._passages: dict[Any, dict[int, Passage]] = {}
         self._layouts: list[Any] = []
         self._fresh = True
@@ -204,12 +205,12 @@ class Pipeline:
             self._set_random_state(state)
         return self._output(call, logs, weights)
 
-    def _plan(self, form: Any, call: Call, first: int, count: int) -> Plan:
+    def _plan(self, form: Any, call: Call, first: int, count: int) -> MicrobatchSchedule:
         mode = "training" if call.training else ("inference" if torch.is_inference_mode_enabled() else "no_grad")
         key = (form, count, mode)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self, call, first, count, self._passages.get((form, mode)))
+            plan = self._plans[key] = MicrobatchSchedule(self, call, first, count, self._passages.get((form, mode)))
             self._passages[form, mode] = plan.passages
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
@@ -235,7 +236,7 @@ class Pipeline:
         self._units, self._unit = numbers[2] if by_items else None, call.unit
         output = micro.join(call.outputs, call.sizes) if self.last and isinstance(call.outputs[0], Mapping) else {}
         if by_items:
-            items = numbers[1] if numbers.is_cuda else numbers[1].item()
+            items = numbers[1].item() if numbers.is_cpu else numbers[1]
             return {**output, "loss": loss, "num_items": items}
         return {**output, "loss": loss} if output else loss
 
@@ -273,25 +274,24 @@ class Pipeline:
         return int(torch.randint(2**62, (), device=_HOST))
 
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
-        on_gpu = self.strategy.device.type == "cuda"
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.strategy.device) if on_gpu else None
+        device = self.strategy.device
+        return torch.get_rng_state(), kind_of(device).random_state(device)
 
     def _set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.strategy.device)
+            kind_of(self.strategy.device).set_random_state(state[1], self.strategy.device)
 
     def seed(self, seed: int, index: int, stage: int) -> None:
         """Seed the random number generators for a micro-batch, or for a stage's own blocks in a micro-batch."""
         mixed = (seed ^ (index * 0x9E3779B97F4A7C15 + stage * 0xBF58476D1CE4E5B9)) & (2**63 - 1)
         torch.default_generator.manual_seed(mixed)
-        if self.strategy.device.type == "cuda":
-            torch.cuda.manual_seed(mixed)
+        kind_of(self.strategy.device).seed(mixed)
 
     # ---- from the last stage to all --------------------------------------------------------------------------------
 
     def _from(self, rank: int, value: Any) -> Any:
-        """Broadcast an object from the pipeline's process ``rank`` to all its processes."""
+        """Broadcast an object from rank ``rank`` of the pipeline to all of the pipeline's ranks."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
@@ -314,8 +314,8 @@ class Pipeline:
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
-        The values are sent from device to device. Over the host, the processes exchange only a few integers and, if it
-        is new, the layout of the values. The same exchange tells ``weights`` which stages use which weights.
+        The values are sent from device to device. The CPU process group exchanges only a few integers and, if the
+        layout of the values is new, that layout. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, shape (n,).
@@ -345,7 +345,7 @@ class Pipeline:
 
     def _broadcast(self, values: list[Any], count: int) -> Tensor:
         device = self.strategy.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = kind_of(device).widest_float
         numbers = torch.zeros(count, dtype=dtype, device=device)
         if count and self.last:
             numbers = torch.stack([torch.as_tensor(v).detach().to(device, dtype).reshape(()) for v in values])

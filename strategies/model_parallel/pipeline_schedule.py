@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
 
+from ...devices.kinds import kind_of
 from . import microbatches as micro
-from .pipeline_stages import Left, Passage, Run, Stages, TensorForm, is_fake
+from .pipeline_stages import Passage, StageExit, StageRun, Stages, TensorForm, is_fake
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
@@ -102,12 +98,12 @@ class Call:
                 "Return 'num_items' for all micro-batches or for none."
             )
         weights = self.items if form[0] else self.sizes
-        loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
+        loss = micro.mean([loss.to(kind_of(loss.device).widest_float) for loss in losses], weights)
         total = sum(weights)
         return [loss, total, total / self.unit] if self.unit else [loss], form
 
 
-class Plan:
+class MicrobatchSchedule:
     """Runs ``count`` micro-batches that have the same tensor shapes and dtypes (the same form).
 
     When created, it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch
@@ -128,7 +124,7 @@ class Plan:
         self.passages = passages or {index: Passage() for index in pipeline.mine}
         if passages is None:
             self._learn()
-        self.parts = [_Part(self, index) for index in pipeline.mine]
+        self.parts = [_StageModule(self, index) for index in pipeline.mine]
         self.schedule = self._schedule([self._stage(part) for part in self.parts])
 
     def run(self, call: Call, first: int) -> None:
@@ -167,7 +163,7 @@ class Plan:
 
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
-    ) -> tuple[Left | None, Any]:
+    ) -> tuple[StageExit | None, Any]:
         """Run the step until it leaves the stage or finishes.
 
         Returns a pair: the tensors for the next stage (None if the step finished), and the step's output.
@@ -179,12 +175,12 @@ class Plan:
 
         seed(call.seed, index, 0)
         seen = self.pipeline.held.seen if self.training else None
-        run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
+        run = StageRun(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
         output = None
         try:
             with run:
                 output = call.step(call.batches[index], *call.more)
-        except Left as left:
+        except StageExit as left:
             return left, None
         except Exception as error:
             if stage and any(sign in f"{type(error).__module__} {error}" for sign in _SIGNS):
@@ -274,7 +270,9 @@ class Plan:
 
     # ---- torch's objects -------------------------------------------------------------------------------------------
 
-    def _stage(self, part: _Part) -> PipelineStage:
+    def _stage(self, part: _StageModule) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage  # importing it takes half a second
+
         passage = self.passages[part.stage]
         is_last = part.stage == self.stages.count - 1
         outputs = (TensorForm((), torch.float32, False),) if is_last else passage.outputs
@@ -289,20 +287,22 @@ class Plan:
         )
 
     def _schedule(self, stages: list[Any]) -> Any:
+        from torch.distributed import pipelining
+
         count, processes = self.count, self.pipeline.size
         given: dict[str, Any] = {"loss_fn": _loss if self.training else None, "scale_grads": False}
         if self.pipeline.virtual > 1:
             even = count % max(1, count // processes) == 0
-            kind = ScheduleInterleaved1F1B if self.training and even else ScheduleLoopedBFS
+            kind = pipelining.ScheduleInterleaved1F1B if self.training and even else pipelining.ScheduleLoopedBFS
             return kind(stages, count, **given)
         steady = self.training and self.pipeline.schedule == "1f1b" and count >= self.stages.count
-        return (Schedule1F1B if steady else ScheduleGPipe)(stages[0], count, **given)
+        return (pipelining.Schedule1F1B if steady else pipelining.ScheduleGPipe)(stages[0], count, **given)
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """The module that torch runs as a pipeline stage. Its forward runs the stage's part on the next micro-batch."""
 
-    def __init__(self, plan: Plan, stage: int) -> None:
+    def __init__(self, plan: MicrobatchSchedule, stage: int) -> None:
         super().__init__()
         self.plan, self.stage, self.done = plan, stage, 0
 

@@ -1,10 +1,10 @@
 """Split a module into pipeline stages, and run one stage's part of the user's step.
 
-No network is rewritten or traced. Every stage runs the user's step as written and intercepts the calls of a few blocks:
-blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call of
-the next stage's first block ends the run and provides the tensors to send. Before its first block, every stage computes
-everything that needs no weights (masks, positions, and noise, because all stages draw the same random numbers). Values
-derived from weights are replaced by torch's fake tensors, which have a shape but no values.
+No network is rewritten or traced. Every stage runs the user's step as written and intercepts calls to a few blocks:
+blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call to
+the next stage's first block ends the step and provides the tensors to send. Before its first block, every stage
+computes everything that needs no weights (masks, positions, and noise, because all stages draw the same random
+numbers). Values derived from weights are replaced by torch's fake tensors, which have a shape but no values.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Stages:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
 
-class Run:
+class StageRun:
     """Context manager for one run of a step on one stage; it intercepts the calls of blocks.
 
     Args:
@@ -174,7 +174,7 @@ class Run:
         self._before: dict[int, Any] = {}
         self._arrived: dict[int, Tensor] = {}
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> StageRun:
         first, after = self.stages.range(self.index).start, self.stages.range(self.index).stop
         if self.index:
             for block in range(first):
@@ -236,7 +236,7 @@ class Run:
             if isinstance(leaf, FakeTensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 wanted.append(position)
-        raise Left(len(leaves), tuple(wanted))
+        raise StageExit(len(leaves), tuple(wanted))
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         call = self._restore(self.stages.range(self.index).start)
@@ -265,10 +265,10 @@ class Run:
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten((args, kwargs))
-        raise Left(len(leaves), tuple(self._arrived.get(id(leaf), leaf) for leaf in leaves))
+        raise StageExit(len(leaves), tuple(self._arrived.get(id(leaf), leaf) for leaf in leaves))
 
 
-class Left(BaseException):
+class StageExit(BaseException):
     """Raised when a run reaches its stage's exit. It is not an error, so ``except Exception`` must not catch it.
 
     Args:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import CheckpointError
 
-from ...torch_private import REDISTRIBUTES, flatten_mesh, unscale_each_, unscale_with
+from ...devices.kinds import kind_of
+from ...torch_private import REDISTRIBUTES, flatten_mesh
 from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
-from ..precision.base import parameters as parameters_of
-from .context_parallel import SplitSequences
+from .context_parallel import SplitSequences, check_layers
 from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
 from .tensor_parallel import SplitLoss, Splitter
@@ -71,7 +71,8 @@ class ModelParallelStrategy(FSDPStrategy):
             all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step
             gets one part of each sequence, so the batch must contain positions, and labels that are already shifted.
             The loss must be a mean over that part, or come with ``num_items``. Attention
-            (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences.
+            (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences. With ``{}``, a step
+            gets full sequences, and the loop splits them itself (``accelerator.maybe_context_parallel``).
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
         microbatches: number of micro-batches per batch for the pipeline; four per pipeline process if None.
@@ -137,15 +138,23 @@ class ModelParallelStrategy(FSDPStrategy):
         self.loss_parallel = loss_parallel
         self._flat: DeviceMesh | None = None
         self.context_dims = context_parallel_dims
+        self._sequences: SplitSequences | None = None
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel={context_parallel}) needs to know which dimension of a "
                 "batch's tensors is the sequence. Pass context_parallel_dims=1 for dimension 1 of all tensors, or "
                 "context_parallel_dims={'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
+        if self.ignored_modules is not None and (tensor_parallel != 1 or pipeline_parallel != 1):
+            raise ValueError(
+                f"ModelParallelStrategy(ignored_modules=...) works only where parameters are sharded across data, not "
+                f"with tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel}, which split "
+                "modules. Leave ignored_modules out, or leave the modules out of the split with plan={...}."
+            )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
         self._data_group: Any = None
+        self._parts_group: Any = None
 
     # ---- placement: the processes as a mesh --------------------------------------------------------------------------
 
@@ -161,6 +170,8 @@ class ModelParallelStrategy(FSDPStrategy):
             sizes = tuple(self.axis_sizes[axis] for axis in AXES)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
             logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
+        if self.axis_sizes["cp"] > 1 and self._sequences is None and self.context_dims is not None:
+            self._sequences = SplitSequences(self.mesh["cp"], self.context_dims)
 
     def _mesh(self) -> DeviceMesh:
         """Return the mesh of the processes that parameters are sharded across."""
@@ -192,11 +203,13 @@ class ModelParallelStrategy(FSDPStrategy):
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"mesh": None, "_flat": None}
+        return super().__getstate__() | {"mesh": None, "_flat": None, "_sequences": None}
 
     # ---- placement: the module in parts ------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
+        if self.axis_sizes["cp"] > 1:
+            check_layers(module)
         self._splitter = splitter = self._make_splitter(module)
         super()._shard(module)
         if splitter is not None:
@@ -237,44 +250,26 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _agree_on_random_numbers(self) -> None:
         """Make ranks draw the same random numbers if they see the same data, and different numbers otherwise."""
-        on_gpu = self.device.type == "cuda"
-        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
-        states = self.broadcast(states)
-        torch.set_rng_state(states[0])
-        if on_gpu:
-            torch.cuda.set_rng_state(states[1], self.device)
+        kind = kind_of(self.device)
+        host, on_device = self.broadcast((torch.get_rng_state(), kind.random_state(self.device)))
+        torch.set_rng_state(host)
+        if on_device is not None:
+            kind.set_random_state(on_device, self.device)
         part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
         if part:
             torch.manual_seed(torch.initial_seed() + part)
 
-    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        optimizers = super().setup_optimizers(optimizers)
-        if self.precision.scaler is not None:
-            unscale_with(self.precision.scaler, self._unscale_parts)
-        return optimizers
-
-    def _unscale_parts(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
-        parameters = parameters_of(optimizer)
-        parts.settle(parameters)
-        grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
-        found = found_inf.clone()
-        if grads:
-            unscale_each_(grads, found, inv_scale)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
-        return {found.device: found}
-
-    def _group_of_overflow(self) -> Any:
-        """Return the group of the processes that agree on overflows; None means all processes."""
-        return None
+    @property
+    def _has_plain_parameters(self) -> bool:
+        return True
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
             step = SplitLoss().bind(step, training)
-        if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
-            step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
+        if self._sequences is not None and self._sequences.dims == {}:
+            step = self._sequences.without_padding_mask(step)
+        elif self._sequences is not None and training:
+            step = self._sequences.bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
         return DistributedStrategy.bind_step(self, step, wrapped, training)
@@ -296,6 +291,11 @@ class ModelParallelStrategy(FSDPStrategy):
                     "of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
                     "with plan={...}; outside a step, use trainer.strategy.model_state(module)."
                 )
+        if self._sequences is not None and isinstance(error, CheckpointError):
+            return RuntimeError(
+                "A layer with activation checkpointing ran differently when backward repeated it. If its sequences are "
+                "split (maybe_context_parallel), call backward inside the same `with` block as the forward pass."
+            )
         return super().explain(error)
 
     # ---- communication -----------------------------------------------------------------------------------------------
@@ -316,6 +316,14 @@ class ModelParallelStrategy(FSDPStrategy):
             self._data_group = flatten_mesh(self.mesh["dp_replicate", "dp_shard"], "dp").get_group()
         return self._data_group
 
+    @property
+    def parts_group(self) -> Any:
+        if self.axis_sizes["cp"] == 1 or self.mesh is None:
+            return self.data_group
+        if self._parts_group is None and self.axis_sizes["tp"] > 1:
+            self._parts_group = flatten_mesh(self.mesh["dp_replicate", "dp_shard", "cp"], "dp_cp").get_group()
+        return self._parts_group
+
     def compute_metric(self, metric: Any) -> Any:
         """Return the value across the ``data_group``, because processes that split layers see the same samples."""
         group = self.data_group
@@ -335,10 +343,28 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
+        if self._sequences is not None and self._sequences.dims != {}:
+            with self._sequences.attention:  # for forward passes that activation checkpointing repeats
+                return self._backward(backward, loss, how)
+        return self._backward(backward, loss, how)
+
+    def _backward(self, backward: Callable[..., None], loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
         if not self._splits_loss:
             return backward(loss, how)
         with loss_parallel():
             return backward(loss, how)
+
+    def split_sequences(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        if self._sequences is None:
+            return super().split_sequences(tensors, dims, unrestored)
+        if self._sequences.dims != {}:
+            raise RuntimeError(
+                f"ModelParallelStrategy(context_parallel_dims={self._sequences.dims!r}) already splits sequences in "
+                "each step. To split them in your own loop (maybe_context_parallel), pass context_parallel_dims={}."
+            )
+        return self._sequences.split(tensors, dims, unrestored)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
@@ -349,11 +375,6 @@ class ModelParallelStrategy(FSDPStrategy):
         parameters = list(parameters)
         parts.settle(parameters)
         super().clip_by_value(parameters, clip_value)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        parts.settle(parameters_of(optimizer))
-        with implicit_replication():  # an optimizer's lists contain both plain and sharded parameters
-            return super().optimizer_step(optimizer, closure)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

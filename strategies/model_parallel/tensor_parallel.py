@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import messages
 from ..sharded_tensors import cut_if_fits, from_part
-from .tensor_parallel_plan import Found, find, find_head, inputs, is_transposed
+from .tensor_parallel_plan import SplittableLayers, find, find_head, inputs, is_transposed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -124,10 +124,11 @@ class Splitter:
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
 
 
-def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
+def _from_found(module: nn.Module, found: SplittableLayers, size: int) -> dict[str, ParallelStyle]:
     if not found.columns:
         why = (
-            "; ".join(found.left) or "it has no attention layer with separate q, k and v, and no pair of linear layers"
+            "; ".join(found.not_split)
+            or "it has no attention layer with separate q, k and v, and no pair of linear layers"
         )
         raise ValueError(
             f"ModelParallelStrategy(tensor_parallel={size}) found nothing to split in {type(module).__name__}: {why}. "
@@ -191,13 +192,13 @@ def _gives_local(style: ParallelStyle | None) -> bool:
     return isinstance(style, Columns)
 
 
-def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int, automatic: bool) -> None:
+def _tell(styles: dict[str, Any], found: SplittableLayers, fewer: dict[str, str], size: int, automatic: bool) -> None:
     said = f"Tensor parallelism across {size} processes: {len(styles)} layers are split"
     if automatic:
         kinds = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in styles})
         said += f" ({_listed(kinds)})"
-        if found.left:
-            said += f"; not split: {'; '.join(found.left[:5])}"
+        if found.not_split:
+            said += f"; not split: {'; '.join(found.not_split[:5])}"
     if fewer:
         said += f". Heads per process: {', '.join(f'{name} {change}' for name, change in fewer.items())}"
     messages.info_once(f"{said}.")
@@ -246,7 +247,10 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Splits a linear layer by its inputs (the outputs of a :class:`Columns` layer); the results are summed."""
+    """Splits a linear layer's weight along its input dimension, and sums the partial results over the ranks.
+
+    Its inputs are the outputs of a :class:`Columns` layer.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = 0 if is_transposed(module) else 1

@@ -80,8 +80,8 @@ class Attention:
 
 
 @dataclass
-class Found:
-    """Names of layers that can be split, and descriptions of similar layers that cannot (``left``)."""
+class SplittableLayers:
+    """Names of layers that can be split, and descriptions of similar layers that cannot (``not_split``)."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Found:
     #: Modules that consist of one MLP, found by its layer names.
     networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    not_split: list[str] = field(default_factory=list)
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -97,12 +97,12 @@ def is_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and getattr(layer, "nf", None) is not None
 
 
-def find(module: nn.Module, size: int, strict: bool = True) -> Found:
+def find(module: nn.Module, size: int, strict: bool = True) -> SplittableLayers:
     """Find attention layers and MLPs to split across ``size`` processes.
 
     If ``strict``, heads that cannot be split evenly raise an error.
     """
-    found = Found()
+    found = SplittableLayers()
     shared = _shared_weights(module)
     for name, owner in module.named_modules():
         layers = {
@@ -110,7 +110,7 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
         }
         _find_attention(module, name, owner, layers, size, strict, found)
         _find_network(name, owner, layers, size, found)
-    found.left = list(dict.fromkeys(found.left))
+    found.not_split = list(dict.fromkeys(found.not_split))
     return found
 
 
@@ -190,16 +190,22 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def _find_attention(
-    root: nn.Module, name: str, owner: nn.Module, layers: dict[str, nn.Module], size: int, strict: bool, found: Found
+    root: nn.Module,
+    name: str,
+    owner: nn.Module,
+    layers: dict[str, nn.Module],
+    size: int,
+    strict: bool,
+    found: SplittableLayers,
 ) -> None:
     kind = type(owner).__name__
     if isinstance(owner, nn.MultiheadAttention):
-        found.left.append(f"{kind}, whose q, k and v are one matrix")
+        found.not_split.append(f"{kind}, whose q, k and v are one matrix")
         return
     prefix = f"{name}." if name else ""
     fused = next((key for key in FUSED if isinstance(getattr(owner, key, None), nn.Module)), None)
     if fused is not None:
-        found.left.append(f"{kind}.{fused}, which joins q, k and v in one matrix (use three separate layers)")
+        found.not_split.append(f"{kind}.{fused}, which joins q, k and v in one matrix (use three separate layers)")
         return
     names = next((three for three in PROJECTIONS.values() if all(prefix + key in layers for key in three)), None)
     if names is None:
@@ -210,7 +216,7 @@ def _find_attention(
     norms = attention.norms if attention else []
     problem = _problem(owner, join, {q, k, v, join or "", *norms}, prefix)
     if attention is None or problem:
-        found.left.append(f"{kind}, {problem or f'which has no attribute {HEADS[0]} or {HEAD_DIMS[0]}'}")
+        found.not_split.append(f"{kind}, {problem or f'which has no attribute {HEADS[0]} or {HEAD_DIMS[0]}'}")
         return
     if strict:
         attention.check(size, kind)
@@ -284,7 +290,9 @@ def _count(owner: nn.Module, key: str) -> bool:
 # ---- small networks --------------------------------------------------------------------------------------------------
 
 
-def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], size: int, found: Found) -> None:
+def _find_network(
+    name: str, owner: nn.Module, layers: dict[str, nn.Module], size: int, found: SplittableLayers
+) -> None:
     prefix = f"{name}." if name else ""
     taken = {*found.columns, *found.rows}
     for ups, down in _networks(name, owner):
@@ -295,7 +303,7 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
         if any(_outputs(layers[key]) != width for key in keys[:-1]):
             continue
         if width % size:
-            found.left.append(f"{keys[0]} and {keys[-1]}, whose {width} features are not divisible by {size}")
+            found.not_split.append(f"{keys[0]} and {keys[-1]}, whose {width} features are not divisible by {size}")
             continue
         found.columns += keys[:-1]
         found.rows.append(keys[-1])

@@ -4,6 +4,7 @@ from .base import DoublePrecision as DoublePrecision
 from .base import HalfPrecision as HalfPrecision
 from .base import Precision as Precision
 from .base import TruePrecision as TruePrecision
+from .bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
 from .choose import choose_precision as choose_precision
 from .float8 import Float8Precision as Float8Precision
 from .mixed import MixedPrecision as MixedPrecision

@@ -24,7 +24,7 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 class Precision:
     """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
-    :meth:`bind_forward` is called once, when a run starts, and returns the step itself if the step needs no context.
+    :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
     """
 
     #: The canonical name, as in ``Trainer(precision=...)``.
@@ -33,6 +33,8 @@ class Precision:
     input_dtype: torch.dtype | None = None
     #: Whether the strategy shards the weights and gathers them before use; it sets this before :meth:`convert_module`.
     shards: bool = False
+    #: Whether :meth:`move_module` quantizes weights, which a strategy that shards cannot gather.
+    quantizes: bool = False
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
@@ -74,6 +76,10 @@ class Precision:
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the weights to this precision's dtype."""
         return module
+
+    def move_module(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Move a converted module, whose weights all have memory, to the device that computes."""
+        return module.to(device)
 
     def convert_input(self, data: Any) -> Any:
         """Convert the floating-point tensors in a batch to the forward's input dtype."""

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from ... import messages
-from .base import Precision, TruePrecision
-from .float8 import Float8Precision
-from .mixed import MixedPrecision
+import torch
 
-PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "fp8-mixed"]
+from ... import messages
+from ...devices.kinds import kind_of
+from .base import Precision, TruePrecision
+from .bitsandbytes import BitsandbytesPrecision
+from .float8 import Float8Precision
+from .mixed import DTYPES, MixedPrecision
+
+PrecisionName = Literal[
+    "32-true",
+    "64-true",
+    "16-true",
+    "bf16-true",
+    "16-mixed",
+    "bf16-mixed",
+    "fp8-mixed",
+    "bnb.nf4",
+    "bnb.nf4-dq",
+    "bnb.fp4",
+    "bnb.fp4-dq",
+    "bnb.int8",
+    "bnb.int8-training",
+]
 PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", "fp8", 64, 32, 16]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 ALIASES: dict[str, PrecisionName] = {
@@ -48,18 +66,41 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
             "a Precision object."
         )
     name = ALIASES.get(str(precision), precision)
+    if str(precision).startswith("transformer-engine"):
+        raise ValueError(
+            f"Trainer(precision={precision!r}): TransformerEngine is not supported. Use precision='fp8-mixed', which "
+            "multiplies in 8 bits through torchao."
+        )
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
-    if kind == "mps" and name == "64-true":
-        raise ValueError(
-            "Trainer(precision='64-true'): Apple's MPS device does not support float64. Use '32-true', or "
-            "accelerator='cpu'."
-        )
+    _refuse_dtype(name, kind)
+    return _named(name, kind)
+
+
+def _named(name: Any, kind: str) -> Precision:
     if name == "32-true":
         return Precision()
     if name == "fp8-mixed":
         return Float8Precision(device=kind)
+    if name.startswith("bnb."):
+        return BitsandbytesPrecision(name.removeprefix("bnb."))
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
+
+
+def _refuse_dtype(name: str, kind: str) -> None:
+    """Raise if a kind of device cannot compute in the dtype of a precision."""
+    if name == "64-true" and kind_of(kind).widest_float is not torch.float64:
+        raise ValueError(
+            f"Trainer(precision='64-true'): {kind!r} devices do not support float64. Use '32-true', or "
+            "accelerator='cpu'."
+        )
+    supported = kind_of(kind).autocast_dtypes()
+    if name in DTYPES and DTYPES[name] not in supported:
+        others = [*(other for other, dtype in DTYPES.items() if dtype in supported), "32-true"]
+        raise ValueError(
+            f"Trainer(precision={name!r}): autocast on {kind!r} devices does not support {DTYPES[name]}. Use "
+            f"{messages.names(others)}."
+        )
 
 
 def _plugin(plugins: Any) -> Precision | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ... import messages
+from ...devices.kinds import kind_of
 from .mixed import MixedPrecision
 
 if TYPE_CHECKING:
@@ -116,11 +117,11 @@ class Float8Precision(MixedPrecision):
 
 
 def _multiplies_in_8_bits(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    capability = kind_of(device).capability(device)
+    return capability is not None and capability >= _CAPABILITY
 
 
 def _described(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"'{device}'"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"'{device}' ({torch.cuda.get_device_name(device)}, {major}.{minor})"
+    kind = kind_of(device)
+    found = kind.capability(device)
+    return f"'{device}'" if found is None else f"'{device}' ({kind.name_of(device)}, {found[0]}.{found[1]})"

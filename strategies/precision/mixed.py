@@ -73,7 +73,7 @@ class MixedPrecision(Precision):
                 "would compute in float32. Leave device out."
             )
         self.device = device.type
-        if self.name == "16-mixed" and self.scaler is None:
+        if self.dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device.type)
 
     @property

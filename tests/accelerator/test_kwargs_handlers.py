@@ -87,7 +87,7 @@ def test_a_handler_outside_of_a_list_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs])
 def test_recipes_for_8_bits_of_other_packages_can_be_made_but_not_used(kind: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"{kind.__name__}.*only with torchao. Pass AORecipeKwargs"):
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__}.*not supported. Pass AORecipeKwargs"):
         sort_handlers([kind()])
 
 

@@ -66,6 +66,8 @@ class OneOf(Strategy):
 class Spy:
     """A gradient state that writes down what it is told."""
 
+    observers = ()
+
     def __init__(self) -> None:
         self.active_dataloader: Any = None
         self.told: list[str] = []
@@ -121,7 +123,7 @@ def prepared(
     loader: Any, rank: int = 0, world: int = 1, state: Any = None, seed: int = 3, **config: Any
 ) -> PreparedLoader:
     strategy = Strategy() if world == 1 else OneOf(rank, world)
-    return prepare_data_loader(loader, strategy, DataLoaderConfiguration(**config), state, seed)
+    return prepare_data_loader(loader, strategy, DataLoaderConfiguration(**config), gradient_state=state, seed=seed)
 
 
 def rounds_of(loaders: list[PreparedLoader]) -> list[list[tuple[list[int], int, float]]]:
@@ -513,6 +515,7 @@ def test_a_batch_costs_one_call() -> None:
     class Plain:
         active_dataloader: Any = None
         on_pass = None
+        observers = ()
 
         def begin(self, loader: Any) -> None: ...
         def end(self, loader: Any) -> None: ...

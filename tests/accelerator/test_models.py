@@ -101,6 +101,14 @@ def test_unwrapping_without_the_wrapper_gives_the_plain_forward_back() -> None:
     assert "forward" not in vars(model)
 
 
+def test_unwrapping_keeps_torch_compile_unless_told_not_to() -> None:
+    accelerator, model = Accelerator(cpu=True), network()
+    compiled = torch.compile(model)
+    for wrapped in (compiled, DataParallel(compiled)):
+        assert accelerator.unwrap_model(wrapped) is compiled
+        assert accelerator.unwrap_model(wrapped, keep_torch_compile=False) is model
+
+
 def test_a_model_that_was_prepared_already_stays_as_it_is() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(Named())

@@ -75,6 +75,7 @@ def test_plugins_change_where_parameters_lie_and_not_what_is_learned() -> None:
             train(),
             train(fsdp_plugin=FullyShardedDataParallelPlugin(reshard_after_forward=False, **size)),  # type: ignore[arg-type]
             train(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True, activation_checkpointing=True)),
+            train(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="[24]")),
             train(parallelism_config=ParallelismConfig(dp_shard_size=2)),
             train(parallelism_config=ParallelismConfig(dp_replicate_size=2), strategy="fsdp"),
             train(batch_size=8, parallelism_config=ParallelismConfig(tp_size=2)),

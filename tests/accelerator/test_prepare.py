@@ -5,6 +5,7 @@ And ``join_uneven_inputs``: processes with fewer batches do not let the others w
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from own_loop import data, loss_of, network, whole_weights
 from rank_processes import RanksError, ranks
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.accelerator.accelerator import Accelerator
+from paceline.accelerator.parallelism_config import ParallelismConfig, TorchTensorParallelConfig
 
 
 def _go_on(strategy: str) -> torch.Tensor | None:
@@ -50,6 +53,83 @@ def _share(whole_layer: bool) -> None:
 def test_sharded_models_that_share_parameters_are_refused(whole_layer: bool) -> None:
     with pytest.raises(RanksError, match=r"shares 0\.weight with the prepared Sequential"):
         ranks(2, _share, whole_layer)
+
+
+# ---- one call or several ------------------------------------------------------------------------------------------
+
+#: Model, optimizer, scheduler and loader by their first letters.
+CALLS = ("mosl", "m l o s")
+
+
+def _trained(strategy: Any, calls: str, folder: Path) -> tuple[list[float], list[Any]]:
+    torch.manual_seed(5)
+    accelerator = Accelerator(cpu=True, **strategy)
+    model: Any = network(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    parts: dict[str, Any] = {
+        "m": model,
+        "o": optimizer,
+        "s": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9),
+        "l": DataLoader(data(12, torch.float32), 2, shuffle=True),
+    }
+    for call in calls.split():
+        found = accelerator.prepare(*(parts[one] for one in call))
+        parts.update(zip(call, found if len(call) > 1 else [found], strict=True))
+    losses = []
+    for batch in parts["l"]:
+        loss = loss_of(parts["m"], batch)
+        accelerator.backward(loss)
+        for name in "os":
+            parts[name].step()
+        parts["o"].zero_grad()
+        losses.append(loss.item())
+    accelerator.save_state(folder)
+    if not accelerator.is_main_process:
+        return losses, []
+    state = torch.load(folder / "state.ckpt", weights_only=True)
+    del state["paceline"]["manifest"]
+    return losses, [str(leaf) for leaf in tree_flatten(state)[0]]
+
+
+def _in_each_order(strategy: Any, orders: tuple[str, ...], folder: Path) -> list[Any]:
+    torch.set_printoptions(precision=10, threshold=10_000)
+    if "mesh" in strategy:
+        plan = {"0": "colwise", "2": "rowwise"}
+        config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+        strategy = {"parallelism_config": config}
+    return [_trained(strategy, calls, folder / calls.replace(" ", "_")) for calls in orders]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "orders"),
+    [
+        ({"strategy": "ddp", "mixed_precision": "bf16"}, (*CALLS, "o m sl")),
+        ({"strategy": "ddp"}, (*CALLS, "o m sl")),
+        ({"strategy": "fsdp"}, CALLS),
+        pytest.param({"mesh": "tp"}, CALLS, marks=pytest.mark.rotates(5)),
+        pytest.param({"strategy": "deepspeed_stage_2"}, CALLS, marks=pytest.mark.rotates(5)),
+        pytest.param({"strategy": "deepspeed_stage_3"}, CALLS, marks=pytest.mark.rotates(5)),
+    ],
+)
+def test_preparing_in_several_calls_gives_the_same_as_in_one(
+    strategy: Any, orders: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if "deepspeed" in strategy.get("strategy", ""):
+        pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+        request.getfixturevalue("deepspeed_imported")
+    for found in ranks(2, _in_each_order, strategy, orders, tmp_path):
+        assert len(found[0][0]) >= 3
+        assert all(one == found[0] for one in found)
+
+
+def _optimizer_first(strategy: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+
+
+def test_a_sharding_strategy_needs_the_model_before_its_optimizer() -> None:
+    with pytest.raises(RanksError, match=r"SGD has no parameters of a prepared model\..*prepare the model first"):
+        ranks(2, _optimizer_first, "fsdp")
 
 
 # ---- uneven inputs ------------------------------------------------------------------------------------------------

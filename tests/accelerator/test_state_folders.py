@@ -369,3 +369,45 @@ def hooks_on_two(folder: str) -> float:
 def test_hooks_of_two_processes_take_out_what_rank_zeros_takes_out(tmp_path: Path) -> None:
     assert ranks(2, hooks_on_two, str(tmp_path / "s")) == [6.0, 6.0]
     assert names(tmp_path / "s") == ["net0", "state.ckpt"]
+
+
+# ---- nodes that share no disk ----------------------------------------------------------------------------------------
+
+
+def _on_own_disk(folder: Path) -> tuple[list[str], list[str], str]:
+    """This rank is the only one of its node, and the working directory is the node's disk."""
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+    disk = folder / f"node{rank}"
+    disk.mkdir()
+    os.chdir(disk)
+    accelerator = made(project_dir="runs", automatic_checkpoint_naming=True, total_limit=2, save_on_each_node=True)
+    found: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda *given: Path(given[-1], "own.txt").write_text(rank))
+    accelerator.register_load_state_pre_hook(lambda *given: found.append(Path(given[-1], "own.txt").read_text()))
+    for number in range(4):
+        put(accelerator, number).save_state()
+    accelerator.load_state()
+    newest = Path("runs", "checkpoints", "checkpoint_3")
+    return names(newest.parent), names(newest), "".join(found)
+
+
+def test_each_node_keeps_whole_states_on_its_own_disk_and_no_more_than_the_limit(tmp_path: Path) -> None:
+    for rank, (folders, inside, read) in enumerate(ranks(2, _on_own_disk, tmp_path)):
+        assert folders == ["checkpoint_2", "checkpoint_3"]
+        assert inside == ["own.txt", "state.ckpt"]
+        assert read == str(rank)
+
+
+def _on_one_disk(folder: Path) -> None:
+    os.chdir(folder)
+    os.environ |= {"LOCAL_RANK": "0"}
+    accelerator = made(project_dir="runs", automatic_checkpoint_naming=True, total_limit=1, save_on_each_node=True)
+    for number in range(3):
+        put(accelerator, number).save_state()
+
+
+def test_nodes_that_do_share_a_disk_delete_each_state_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks(2, _on_one_disk, tmp_path)
+    assert names(tmp_path / "runs" / "checkpoints") == ["checkpoint_2"]
+    assert "could not be deleted" not in capfd.readouterr().err

@@ -191,7 +191,8 @@ def test_handlers_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> N
         chosen(DistributedDataParallelKwargs(), fsdp=FullyShardedDataParallelPlugin())
         chosen(GradScalerKwargs(), mixed_precision="bf16")
     assert "DistributedDataParallelKwargs has no effect with strategy 'fsdp'" in caplog.text
-    assert "GradScalerKwargs has no effect with mixed_precision='bf16'" in caplog.text
+    assert "(kwargs_handlers=GradScalerKwargs(" in caplog.text
+    assert "because only 'fp16' scales losses, but mixed_precision is 'bf16'" in caplog.text
 
 
 # ---- the process group -----------------------------------------------------------------------------------------------

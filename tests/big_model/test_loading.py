@@ -232,7 +232,7 @@ def test_parts_of_names_keep_float32(tmp_path: Path) -> None:
 
 def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
     write_aligned(Net().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(NotImplementedError, match="no 8-bit weights"):
+    with pytest.raises(NotImplementedError, match="quantized layers cannot be offloaded"):
         load_checkpoint_in_model(Net(), tmp_path, offload_8bit_bnb=True)
     with pytest.raises(ValueError, match="does not cover"):
         load_checkpoint_in_model(Net(), tmp_path, {"start": "cpu"})

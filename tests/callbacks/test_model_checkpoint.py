@@ -369,7 +369,7 @@ def test_a_monitor_not_known_before_the_first_validation_is_warned_about_once(
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1)
     fit(tmp_path, checkpoint, num_sanity_val_steps=0, epochs=2)
     said = [str(w.message) for w in recwarn if issubclass(w.category, PacelineWarning)]
-    assert sum("No file is ranked until 'val_loss' is logged" in text for text in said) == 1
+    assert sum("Until 'val_loss' is logged, there is no best checkpoint" in text for text in said) == 1
     assert names(tmp_path) == [Path(checkpoint.best_model_path).name]
 
 

@@ -255,6 +255,20 @@ def test_the_extra_pass_sees_the_batches_that_training_sees(tmp_path: Path) -> N
     assert module.net[1].num_batches_tracked == 3
 
 
+def test_the_extra_pass_has_the_order_of_the_next_epoch(tmp_path: Path) -> None:
+    class Seen(Net):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batches.append(batch[1])
+            return batch
+
+    batches: list[Tensor] = []
+    data = TensorDataset(torch.randn(20, 4), torch.arange(20.0).unsqueeze(1))
+    for epochs, callbacks in ((2, [StochasticWeightAveraging(0.05, swa_epoch_start=1)]), (3, [])):
+        fit = trainer(tmp_path, *callbacks, max_epochs=epochs)
+        fit.fit(Seen(batch_norm=True), DataLoader(data, batch_size=4, shuffle=True))
+    assert torch.equal(torch.cat(batches[:15]), torch.cat(batches[15:]))
+
+
 def test_metrics_do_not_count_the_extra_pass(tmp_path: Path) -> None:
     class Measured(Net):
         def __init__(self) -> None:

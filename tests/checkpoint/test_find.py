@@ -13,7 +13,7 @@ from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer, messages
-from paceline.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from paceline.callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
 from paceline.checkpoint import manifest
 from paceline.strategies import DDPStrategy
 
@@ -234,3 +234,12 @@ def test_ranks_take_what_the_first_one_sees(tmp_path: Path):
 def test_files_in_folders_that_the_template_makes_are_found(tmp_path: Path):
     run(tmp_path, filename="kept/{epoch}")
     assert resumed_from(tmp_path, filename="kept/{epoch}") == "kept/epoch=2.ckpt"
+
+
+def test_only_the_folders_of_callbacks_that_save_checkpoints_are_searched(tmp_path: Path):
+    run(tmp_path / "other", epochs=2)
+    run(tmp_path / "own", epochs=1)
+    callbacks = [ModelCheckpoint(dirpath=tmp_path / "own"), RunReport(tmp_path / "other")]
+    trainer = Trainer(**QUIET, logger=False, max_epochs=0, callbacks=callbacks)
+    trainer.fit(TinyModule(), tiny_loader(), ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "own" / "epoch=0.ckpt")

@@ -155,7 +155,10 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
             self.net = net
 
     saved(Needs(nn.Identity()), tmp_path / "x.ckpt")
-    told = r"Needs\.__init__ needs 'net'.*\(depth\).*load_from_checkpoint\(path, net=\.\.\.\), or use plain data"
+    told = (
+        r"Needs\.__init__ needs 'net', but the checkpoint's hyperparameters are only depth\."
+        r".*load_from_checkpoint\(path, net=\.\.\.\), or use plain data"
+    )
     with pytest.raises(TypeError, match=told):
         Needs.load_from_checkpoint(tmp_path / "x.ckpt")
     assert isinstance(Needs.load_from_checkpoint(tmp_path / "x.ckpt", net=nn.Identity()), Needs)

@@ -167,6 +167,7 @@ FSDP = ("FULL_SHARD", "", "TRANSFORMER_BASED_WRAP", "Block", "SHARDED_STATE_DICT
                 "num_processes": 2,
             },
         ),
+        (("TPU", "", "", "no", ""), {"tpu": True, "use_deepspeed": None, "gpu_ids": None, "num_processes": 1}),
         (("multi-g", "", "", "no", "yes", "ds.json", "2"), {"deepspeed_config_file": "ds.json", "num_processes": 2}),
     ],
 )
@@ -182,10 +183,10 @@ def test_c4_sharding_has_questions_of_its_own(
 def test_c4_what_is_not_supported_is_said_and_asked_again_on_a_terminal(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(monkeypatch, "", "TPU", "m", "No distributed training", "", "", "", "", "", "bf17", "bf16", terminal=True)
+    answer(monkeypatch, "AWS", "", "m", "No distributed training", "", "", "", "", "", "bf17", "bf16", terminal=True)
     assert main(["config"]) == 0
     out = capsys.readouterr().out
-    assert "'TPU' is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS." in out
+    assert "'AWS' is not supported: Paceline starts processes only on this machine." in out
     assert "'m' is not one of the choices. Enter a number or a name: 'No distributed training', 'multi-CPU'" in out
     assert "'bf17' is not a valid value. Did you mean 'bf16'?" in out
     assert read_file(own).values["mixed_precision"] == "bf16"
@@ -194,9 +195,9 @@ def test_c4_what_is_not_supported_is_said_and_asked_again_on_a_terminal(
 def test_a_wrong_answer_from_a_pipe_ends_it_rather_than_shifting_the_others(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(monkeypatch, "", "3")
+    answer(monkeypatch, "1")
     assert main(["config"]) == 2
-    assert "Which type of machine are you using? '3' is not supported" in capsys.readouterr().err
+    assert "In which compute environment are you running? '1' is not supported" in capsys.readouterr().err
     assert not own.exists()
 
 

@@ -40,6 +40,8 @@ def test_sizes_with_ties_count_a_tied_tensor_once() -> None:
     size, names, modules = compat.get_module_size_with_ties(["head.weight"], sizes["start"], sizes, others)
     assert (names, modules) == (["head"], [net.head])
     assert size == sizes["start"] + sizes["head"] - sizes["start.weight"]
+    tied = ["head.weight", "blocks.0.up.weight"]
+    assert compat.get_module_size_with_ties(tied, 0, sizes, others)[1] == ["head", "blocks"]
 
 
 def test_a_tensor_is_set_by_name() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,8 +163,6 @@ def dispatched() -> list[Any]:
 
 def test_a_dispatcher_created_by_hand_is_read_by_process_0_for_all() -> None:
     assert ranks(2, dispatched) == [[[[0, 1], [4, 5]], [[4, 5]]], [[[2, 3], [6, 7]], [[6, 7]]]]
-    with pytest.raises(NotImplementedError, match=r"slice_fn=\.\.\.\) is not supported"):
-        DataLoaderDispatcher(SAMPLES, slice_fn=print)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -175,17 +176,36 @@ def test_the_part_of_any_process_can_be_prepared(workers: int) -> None:
     assert [part(eight, rank, split_batches=True)[0] for rank in range(2)] == [[0], [1]]
 
 
-def test_each_process_reads_its_own_shards_of_a_stream_of_the_datasets_package() -> None:
-    datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset.from_dict({"x": list(range(8))})
+class Shards(IterableDataset[int]):
+    """A stream with the attributes of ``datasets.IterableDataset`` that a loader reads."""
 
-    def part(shards: int, rank: int) -> list[int]:
-        stream = whole.to_iterable_dataset(num_shards=shards).with_format("torch")
-        loader = prepare_data_loader(DataLoader(stream, 2), num_processes=2, process_index=rank)
-        return [x for batch in loader for x in batch["x"].tolist()]
+    def __init__(self, shards: list[list[int]], split: Any = None) -> None:
+        self.shards, self.num_shards, self._distributed = shards, len(shards), split
 
-    assert [part(2, rank) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(part(3, 0) + part(3, 1)) == list(range(8))
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(*self.shards)
+
+
+def split_dataset_by_node(dataset: Shards, rank: int, world_size: int) -> Shards:
+    own = len(dataset.shards) // world_size
+    return Shards(dataset.shards[rank * own : (rank + 1) * own], SimpleNamespace(rank=rank, world_size=world_size))
+
+
+def test_each_process_reads_its_own_shards_of_a_stream_of_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shards, "__module__", "datasets.iterable_dataset")
+    function = SimpleNamespace(split_dataset_by_node=split_dataset_by_node)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(distributed=function))
+    monkeypatch.setitem(sys.modules, "datasets.distributed", function)
+    opened: list[list[int]] = []
+
+    def part(shards: list[list[int]], rank: int) -> list[int]:
+        loader = prepare_data_loader(DataLoader(Shards(shards), 2), num_processes=2, process_index=rank)
+        opened.append(list(loader.dataset))
+        return [x for batch in loader for x in batch.tolist()]
+
+    two, three = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [part(two, rank) for rank in range(2)] == two == opened
+    assert sorted(part(three, 0) + part(three, 1)) == list(range(8))
 
 
 def test_a_stateful_loader_is_torchdatas() -> None:

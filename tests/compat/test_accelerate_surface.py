@@ -14,7 +14,6 @@ import pytest
 
 import paceline
 from paceline.compat.accelerate import names
-from paceline.compat.accelerate.surface import SURFACE
 from paceline.compat.finder import UNKNOWN, Finder
 
 PAGE = Path(paceline.__file__).parent / "docs" / "accelerate_names.md"
@@ -32,9 +31,9 @@ from; calling it is an error that says what this table says.
 def homes() -> dict[str, str]:
     """Each public name, and the shortest module that has it."""
     found: dict[str, str] = {}
-    for module, text in sorted(SURFACE.items(), key=lambda item: (item[0].count("."), item[0])):
+    for module, text in sorted(names.SURFACE.items(), key=lambda item: (item[0].count("."), item[0])):
         for name in text.split():
-            if f"{module}.{name}" not in SURFACE:
+            if f"{module}.{name}" not in names.SURFACE:
                 found.setdefault(name, module)
     return found
 
@@ -84,15 +83,15 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_public_name_of_every_module_is_there_or_says_what_to_use() -> None:
     missing = [
         f"{module}.{name}"
-        for module, text in SURFACE.items()
+        for module, text in names.SURFACE.items()
         for name in text.split()
-        if f"{module}.{name}" not in SURFACE and value_of(module, name) is UNKNOWN
+        if f"{module}.{name}" not in names.SURFACE and value_of(module, name) is UNKNOWN
     ]
     assert missing == []
 
 
 def test_what_is_left_out_raises_one_sentence() -> None:
-    known = {name for text in SURFACE.values() for name in text.split()}
+    known = {name for text in names.SURFACE.values() for name in text.split()}
     for name in names.UNSUPPORTED.keys() & known:
         with pytest.raises(NotImplementedError, match=rf"^{name} is not available: [^\n]+\.$"):
             names.fallback(name)()
@@ -100,7 +99,7 @@ def test_what_is_left_out_raises_one_sentence() -> None:
 
 def test_every_module_can_be_imported() -> None:
     finder = Finder(names.PACKAGE)
-    assert [module for module in SURFACE if finder.find_spec(module) is None] == []
+    assert [module for module in names.SURFACE if finder.find_spec(module) is None] == []
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import PartialState
+from paceline.accelerator.models import unwrap_model
 from paceline.accelerator.operations import CannotPadNestedTensorWarning, pad_across_processes
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.big_model.device_map import check_coverage
@@ -22,7 +23,6 @@ from paceline.compat.accelerate import configs, memory, names, values
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.environment import purge_accelerate_environment
 from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.models import extract_model_from_parallel
 from paceline.strategies.base import Strategy
 
 
@@ -142,22 +142,11 @@ def test_a_class_is_decorated_with_its_subclasses_so_that_each_test_restores_the
     assert os.environ.pop("ACCELERATE_HELPER") == "1"
 
 
-def test_a_compiled_wrapper_is_kept_below_data_parallel() -> None:
-    inner = nn.Linear(1, 1)
-    compiled: Any = torch.compile(inner)
-    accelerator = Accelerator(cpu=True)
-    for unwrap in (extract_model_from_parallel, accelerator.unwrap_model):
-        for model in (compiled, nn.DataParallel(compiled)):
-            assert unwrap(model) is compiled
-            assert unwrap(model, keep_torch_compile=False) is inner
-        assert unwrap(nn.DataParallel(inner)) is inner
-
-
 def test_a_forward_that_a_program_replaced_is_put_back() -> None:
     model = nn.Linear(1, 1)
     model._original_forward = model.forward  # type: ignore[assignment]
     model.forward = lambda *_: None  # type: ignore[assignment]
-    assert extract_model_from_parallel(model, keep_fp32_wrapper=False).forward == nn.Linear.forward.__get__(model)
+    assert unwrap_model(model, keep_fp32_wrapper=False).forward == nn.Linear.forward.__get__(model)
 
 
 def test_a_nested_tensor_is_not_padded() -> None:

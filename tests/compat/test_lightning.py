@@ -149,7 +149,7 @@ with warnings.catch_warnings(record=True) as told:
 assert "Trainer(overfit_batches=2) replaces limit_train_batches=1." in [str(one.message) for one in told], told
 logger = mock.Mock()
 pl.Trainer(**plain | {"logger": logger, "log_every_n_steps": 4}).fit(Net(), DataLoader(torch.ones(4, 4)))
-assert logger.log_metrics.call_args.kwargs["step"] == 4, logger.mock_calls
+assert logger.log_metrics.call_args.kwargs["step"] == 3, logger.mock_calls
 
 class Data(pl.LightningDataModule):
     def setup(self, stage):
@@ -205,7 +205,7 @@ with warnings.catch_warnings(record=True) as told:
     pl.Trainer(**plain | {"callbacks": [unranked]}).fit(Net(), DataLoader(torch.ones(4, 4)))
 assert any("'val_loss' was not logged" in str(one.message) for one in told), told
 assert unranked.best_model_path == "" and os.listdir("unranked") == ["last.ckpt"]
-board = pl.loggers.TensorBoardLogger("board")
+board = pl.loggers.TensorBoardLogger("board", comment="x")
 board.save()
 assert "hparams.yaml" in os.listdir(board.log_dir)
 csv.log_metrics({"a": 1}, 4)
@@ -219,6 +219,181 @@ assert rates[0] == 1.0 and 0.1 <= rates[-1] < rates[0], rates
 with mock.patch("lightning.pytorch.accelerators.cuda.num_cuda_devices", return_value=3):
     assert pl.accelerators.CUDAAccelerator.auto_device_count() == 3, "patched"
 assert pl.accelerators.CUDAAccelerator.auto_device_count() == torch.cuda.device_count()
+"""
+
+
+LIKE_LIGHTNING = """
+import inspect, os, warnings
+from unittest import mock
+import torch
+from paceline import compat
+compat.install("lightning")
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+class Net(pl.LightningModule):
+    def __init__(self, rate=0.1, batch_size=1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer, self.called = torch.nn.Linear(4, 1), []
+        self.register_buffer("wave", torch.ones(1, dtype=torch.complex64))
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.layer(batch).sum())
+        return loss
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("by_step", 1.0, on_step=True, on_epoch=False)
+        self.log("by_epoch", 1.0)
+    test_step = validation_step
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch, batch_idx, dataloader_idx
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+    def train_dataloader(self):
+        return DataLoader(torch.ones(4, 4))
+
+class Spy(pl.Callback):
+    def __init__(self):
+        self.grads, self.order, self.keys = [], [], set()
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.order.append("epoch")
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.order.append("zero")
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.order.append("backward")
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.grads.append(pl_module.layer.bias.grad)
+    def on_validation_start(self, trainer, pl_module):
+        self.grads.append(pl_module.layer.bias.grad)
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.keys |= checkpoint.keys()
+        checkpoint["mine"] = 1
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.keys |= checkpoint.keys()
+
+class Modes(Net):
+    def on_predict_model_train(self):
+        raise AssertionError("called")
+
+class ByHand(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.layer(batch).sum())
+        assert self.optimizers().step(lambda: "loss") == "loss" and self.optimizers().step() is None
+    def configure_optimizers(self):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer := super().configure_optimizers(), 1)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
+
+def caught(call):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return told
+
+data = DataLoader(torch.ones(4, 4))
+plain = dict(max_epochs=1, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False)
+
+# the order of a step, what is left after it, and what callbacks see of checkpoints
+spy, logger = Spy(), mock.Mock()
+more = {"callbacks": [spy], "num_sanity_val_steps": 0, "logger": logger, "log_every_n_steps": 1}
+trainer = pl.Trainer(**plain | more | {"limit_train_batches": 2, "limit_val_batches": 2})
+trainer.fit(Net(), val_dataloaders=[data, data])
+assert spy.order == ["epoch", "zero", "backward", "zero", "backward"], spy.order
+assert [grad is None for grad in spy.grads] == [False, False, True], spy.grads
+sent = [(call.kwargs["metrics"].keys(), call.kwargs["step"]) for call in logger.log_metrics.mock_calls]
+steps = [({f"by_step/dataloader_idx_{index}"}, step) for index in (0, 1) for step in (0, 1)]
+means = ({f"by_epoch/dataloader_idx_{index}" for index in (0, 1)} | {"epoch"}, 1)
+assert sent == [({"loss", "epoch"}, 0), ({"loss", "epoch"}, 1), *steps, means], sent
+trainer.save_checkpoint("a.ckpt")
+assert "paceline" not in spy.keys and torch.load("a.ckpt", weights_only=True).keys() > {"paceline", "mine"}
+assert torch.load("a.ckpt", weights_only=True)["pytorch-lightning_version"] == pl.__version__
+half, again = pl.Trainer(**plain | {"max_steps": 2, "callbacks": [Spy()]}), Spy()
+half.fit(Net())
+half.save_checkpoint("half.ckpt")
+pl.Trainer(**plain | {"callbacks": [again]}).fit(Net(), ckpt_path="half.ckpt")
+assert again.order == ["zero", "backward"] * 2 and "mine" in again.keys and "paceline" not in again.keys, again.order
+pl.Trainer(**plain).predict(Modes(), data)
+spy = Spy()
+told = caught(lambda: pl.Trainer(**plain | {"callbacks": [spy]}).fit(ByHand()))
+assert "zero" not in spy.order and any(issubclass(one.category, RuntimeWarning) for one in told), told
+
+# parts of its own
+class Own(pl.strategies.SingleDeviceStrategy):
+    def load_optimizer_state_dict(self, checkpoint):
+        self.given = checkpoint["optimizer_states"]
+
+class Kept(pl.plugins.TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.given = checkpoint
+
+own, kept, weights = Own("cpu"), Kept(), torch.zeros(1)
+pl.Trainer(**plain | {"strategy": own}).fit(Net(), ckpt_path="half.ckpt")
+assert len(own.given) == 1
+pl.plugins.AsyncCheckpointIO(kept).save_checkpoint({"weights": weights}, "unused")
+weights += 1
+assert kept.given["weights"].item() == 0
+pl.Trainer(**plain | {"callbacks": pl.callbacks.ModelCheckpoint("named", "{nothing:.1f}")}).fit(Net())
+assert os.listdir("named") == ["nothing=0.0.ckpt"], os.listdir("named")
+
+# hooks by their names
+hooks = {name for name, _ in inspect.getmembers(pl.Callback, inspect.isfunction) if name[0] != "_"}
+hooks -= {"state_dict", "load_state_dict"}
+extra = {"log", "log_dict", "on_profile", "get_accumulate_grad_batches", "around_training_step"}
+assert "on_fit_start" in hooks and not hooks & extra, hooks & extra
+pl.Trainer(**plain, callbacks=[pl.callbacks.LambdaCallback(**dict.fromkeys(hooks, lambda *_, **__: None))])
+
+# data
+assert pl.Trainer(**plain).predict(Net(), [[0, 1], [2]]) == [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1)]]
+empty = pl.Trainer(**plain | {"max_epochs": 2})
+told = caught(lambda: empty.fit(Net(), (one for one in ())))
+assert empty.current_epoch == 2 and any("yielded no batch" in str(one.message) for one in told), told
+
+# callbacks and precision
+dry = [pl.callbacks.EarlyStopping("nothing"), pl.callbacks.ModelCheckpoint(monitor="nothing")]
+pl.Trainer(**plain | {"callbacks": dry, "fast_dev_run": True}).fit(Net())
+timer, stats = pl.callbacks.Timer(), pl.callbacks.DeviceStatsMonitor()
+csv = {"callbacks": [timer, stats], "logger": pl.loggers.CSVLogger("stats"), "log_every_n_steps": 1}
+pl.Trainer(**plain | csv | {"max_steps": 1}).fit(Net(), val_dataloaders=data)
+assert timer.time_elapsed("validate") > 0
+assert "on_train_batch_start" in open("stats/lightning_logs/version_0/metrics.csv").readline()
+net = Net()
+pl.Trainer(**plain | {"precision": "64-true"}).fit(net)
+assert (net.layer.weight.dtype, net.wave.dtype) == (torch.float64, torch.complex64)
+lbfgs = Net()
+lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
+told = caught(lambda: pl.Trainer(**plain | {"accumulate_grad_batches": 2}).fit(lbfgs))
+assert any("does not work with LBFGS" in str(one.message) for one in told), told
+ema = pl.callbacks.EMAWeightAveraging(update_every_n_steps=4, update_starting_at_step=2)
+assert [step for step in range(10) if ema.should_update(step_idx=step)] == [4, 8]
+rates, logger = pl.callbacks.ThroughputMonitor(lambda batch: len(batch), window_size=2), mock.Mock()
+more = {"callbacks": rates, "logger": logger, "log_every_n_steps": 1, "limit_val_batches": 1}
+with mock.patch("time.perf_counter", side_effect=[0, 7, 11, 13, 14, 15, 17, 18, 19]):  # training, validation, training
+    pl.Trainer(**plain | more | {"val_check_interval": 2}).fit(Net(), val_dataloaders=data)
+logged = [one.kwargs["metrics"] for one in logger.log_metrics.mock_calls]
+assert [one["train/time"] for one in logged if "train/time" in one] == [7, 11, 12, 14], logged
+assert [one["validate/time"] for one in logged if "validate/time" in one] == [1, 1], logged
+assert "train/device/batches_per_sec" not in logged[0] and "epoch" not in logged[4], logged
+
+# batches without a loss
+class Skips(Net):
+    def training_step(self, batch, batch_idx):
+        self.called.append(self.trainer.global_step)
+        return None if self.trainer.global_step == 1 else super().training_step(batch, batch_idx)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.called.append(sorted(outputs))
+
+skips = Skips()
+pl.Trainer(**plain | {"max_steps": 3}).fit(skips)
+assert skips.called == [0, ["loss"], 1, [], 2, ["loss"]], skips.called
+found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(Skips(), num_training=3, update_attr=False).results
+assert len(found["lr"]) == 3 and [loss == loss for loss in found["loss"]] == [True, False, True], found
+
+# the tuner
+trainer, net = pl.Trainer(**plain | {"logger": True}), Net()
+told = caught(lambda: pl.tuner.Tuner(trainer).scale_batch_size(net, max_trials=1))
+assert any("does not use that value" in str(one.message) for one in told) and net.logger is trainer.logger
 """
 
 
@@ -297,7 +472,7 @@ assert {"cpu", "cuda", "mps", "tpu"} <= set(AcceleratorRegistry.available_accele
 assert not XLAAccelerator.is_available() and CPUAccelerator().get_device_stats(object())
 assert DoublePrecision().connect(net, [], [])[0] is net
 mixed, optimizer = MixedPrecision("16-mixed", "cuda:0"), torch.optim.Adam(net.parameters(), fused=True)
-says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "removes the loss scale only inside")
+says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "unscales the gradients only inside")
 net.layer(torch.ones(4)).sum().backward()
 MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 0.1, "value")
 assert float(net.layer.bias.grad) == torch.tensor(0.1).item()
@@ -350,6 +525,10 @@ def test_every_name_is_there_under_every_name_of_its_module(tmp_path: Path) -> N
 
 def test_errors_folders_and_values_are_those_that_programs_expect(tmp_path: Path) -> None:
     run("-c", BEHAVIOUR, folder=tmp_path)
+
+
+def test_a_run_does_what_it_does_under_lightning(tmp_path: Path) -> None:
+    run("-c", LIKE_LIGHTNING, folder=tmp_path)
 
 
 def test_parts_and_private_places_show_what_a_run_does(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class Looks(TinyModule):
         same.mkdir(exist_ok=True)
         other.mkdir()
         self.found = [shared(strategy, same), shared(strategy, other), os.listdir(same)]
-        with pytest.raises(FileNotFoundError, match="does not exist in every process"):
+        with pytest.raises(FileNotFoundError, match="is not visible to every process"):
             shared(strategy, "nowhere")
 
 

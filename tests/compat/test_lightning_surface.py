@@ -11,7 +11,6 @@ from typing import Any
 import paceline
 from paceline.compat.finder import UNKNOWN, Finder
 from paceline.compat.lightning import names
-from paceline.compat.lightning.surface import SURFACE
 
 PAGE = Path(paceline.__file__).parent / "docs" / "lightning_names.md"
 HEAD = f"""# Names of Lightning
@@ -29,7 +28,7 @@ it is an error that says what this table says.
 def homes() -> dict[str, str]:
     """Each public name, and the shortest module that has it."""
     found: dict[str, str] = {}
-    for module, text in sorted(SURFACE.items(), key=lambda item: (item[0].count("."), item[0])):
+    for module, text in sorted(names.SURFACE.items(), key=lambda item: (item[0].count("."), item[0])):
         for name in text.split():
             found.setdefault(name, module)
     return found
@@ -60,7 +59,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_public_name_of_every_module_is_there_or_says_what_to_use() -> None:
     unanswered = []
-    for module, text in SURFACE.items():
+    for module, text in names.SURFACE.items():
         for name in text.split():
             target = names.PACKAGE.modules[module].get(name)
             try:
@@ -74,7 +73,7 @@ def test_every_public_name_of_every_module_is_there_or_says_what_to_use() -> Non
 
 def test_every_module_can_be_imported() -> None:
     finder = Finder(names.PACKAGE)
-    assert [module for module in SURFACE if finder.find_spec(module) is None] == []
+    assert [module for module in names.SURFACE if finder.find_spec(module) is None] == []
 
 
 if __name__ == "__main__":

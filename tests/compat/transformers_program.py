@@ -111,11 +111,14 @@ def evaluated(network: Any) -> float:
 
 
 def spread() -> tuple[list[Any], float]:
-    """Weights and evaluation loss of a training in sequence, on as many processes as there are."""
+    """Weights and evaluation loss of a training in sequence, on as many processes as there are.
+
+    The last batch of the evaluation has 3 samples, with different numbers of tokens.
+    """
     network = model()
     run = trainer(network, "spread", save_strategy="no", train_sampling_strategy="sequential")
     run.train()
-    return [parameter.tolist() for parameter in network.parameters()], run.evaluate()["eval_loss"]
+    return [parameter.tolist() for parameter in network.parameters()], run.evaluate(Texts(11, 2))["eval_loss"]
 
 
 def sharded(fsdp: bool, resume: bool) -> list[Any]:

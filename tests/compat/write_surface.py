@@ -1,6 +1,6 @@
 """Write down the public names of a package that Paceline replaces, module by module, as its source declares them.
 
-PYTHONPATH=.. python tests/compat/write_surface.py SITE_PACKAGES/accelerate 1.15.0 > compat/accelerate/surface.py
+PYTHONPATH=.. python tests/compat/write_surface.py SITE_PACKAGES/accelerate > compat/accelerate/surface.txt
 
 The package is only read, not imported.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,26 +48,7 @@ def public_names(file: Path, package: str) -> list[str]:
     return sorted(name for name in found if not name.startswith("_") and name not in _PLUMBING)
 
 
-def written(package: Path, version: str) -> str:
-    """The module to keep."""
-    name = package.name
-    lines = [
-        f'"""The public names of {name} {version}, module by module, as its source declares them."""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "SURFACE = {",
-    ]
-    for module, file in modules(package):
-        text = " ".join(public_names(file, name))
-        if len(f'    "{module}": "{text}",') <= 120:
-            lines.append(f'    "{module}": "{text}",')
-            continue
-        parts = textwrap.wrap(text, 108, break_long_words=False)
-        quoted = [f'        "{part} "' for part in parts[:-1]] + [f'        "{parts[-1]}"']
-        lines += [f'    "{module}": (', *quoted, "    ),"]
-    return "\n".join([*lines, "}", ""])
-
-
 if __name__ == "__main__":
-    sys.stdout.write(written(Path(sys.argv[1]), sys.argv[2]))
+    package = Path(sys.argv[1])
+    for module, file in modules(package):
+        print(f"{module}: {' '.join(public_names(file, package.name))}".rstrip())

@@ -118,6 +118,12 @@ class Knowing(BatchSampler):
     num_replicas, rank = 2, 1
 
 
+class Rebalanced(BatchSampler):
+    """As transformers' Trainer has it for ``train_sampling_strategy="batch_rebalance"``."""
+
+    dp_size, rank = 2, 1
+
+
 class MyLoader(DataLoader):
     """A user's subclass whose constructor is its own."""
 
@@ -569,6 +575,7 @@ def test_what_is_split_already_is_left_alone():
         DataLoader(range(8), 2, sampler=distributed),
         DataLoader(range(8), batch_sampler=BatchSampler(distributed, 2, False)),
         DataLoader(range(8), batch_sampler=Knowing(SequentialSampler(range(8)), 2, False)),
+        DataLoader(range(8), batch_sampler=Rebalanced(SequentialSampler(range(8)), 2, False)),
         DataLoader(stream, 2),
         DataLoader(own, 2),
         DataLoader(IterableWrapper(range(8)).sharding_filter(), 2),

@@ -88,6 +88,45 @@ def test_what_is_prepared_inside_is_measured_and_all_is_as_before_after() -> Non
     assert "forward" not in vars(model)
 
 
+class Twice(Net):
+    """A method that calls the module itself, as `training_step` does."""
+
+    def loss(self, batch: Any) -> Any:
+        return self(batch).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_doctor_leaves_models_prepared_and_loaders_their_own(precision: Any) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = Twice()
+    model, loader = accelerator.prepare(model, DataLoader(Slow(6, 0.0)))
+    own = vars(model).get("forward")
+    with accelerator.doctor(write=False), accelerator.doctor(write=False):
+        assert own is None or vars(model)["forward"] is own
+        loss = accelerator.prepared.placement(model, "loss").route_method("loss")
+        shorter = accelerator.skip_first_batches(loader, 2)
+        for batch in shorter:
+            assert loss(batch).dtype == torch.float32
+        assert (shorter.end_of_dataloader, loader.end_of_dataloader) == (True, False)
+        assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+        assert "forward" not in vars(model)
+    assert "forward" not in vars(model)
+
+
+def test_an_optimizer_that_is_prepared_inside_steps_through_its_strategy() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Net())
+    with accelerator.doctor(write=False) as doctor:
+        optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(Slow(12, 0.0)))
+        own = vars(model)["forward"]
+        assert accelerator.prepare(model) is model
+        loop(accelerator, model, optimizer, loader, [])
+    assert doctor.report is not None
+    assert doctor.report.ranks[0].updates == 9
+    assert vars(model)["forward"] is own
+    assert not {"step", "zero_grad"} & set(vars(optimizer))
+
+
 def test_an_error_in_the_loop_is_the_loop_s_and_leaves_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     model, *_, loader, _ = prepared(accelerator)

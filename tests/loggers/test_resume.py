@@ -280,12 +280,25 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
     after = wandb_history(second)
     # wandb's process outlives the killed one and may still be writing.
-    until("all was written", lambda: len(wandb_history(first)) >= after[0]["_step"])
+    until("wandb's process has written all rows", lambda: len(wandb_history(first)) >= after[0]["_step"])
     before = wandb_history(first)
     joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
     assert [row["_step"] for row in joined] == list(range(len(joined)))
     assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]
     assert os.listdir(trainer.loggers[0].root_dir) == [trainer.loggers[0].version]
+
+
+def test_wandb_loses_no_value_that_was_saved_before_a_kill(offline_wandb: Path, wandb_history: Read) -> None:
+    def log() -> None:
+        logger = WandbLogger(save_dir=offline_wandb, offline=True, settings={"x_transaction_log_flush_interval": 0.05})
+        for step in range(300):
+            logger.log_metrics({"loss": step}, step)
+        logger.save()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(log)
+    (file,) = offline_wandb.glob("wandb/offline-run-*/run-*.wandb")
+    until("wandb's process has written all rows", lambda: len(wandb_history(file)) == 300)
 
 
 def test_a_run_resumed_from_an_older_checkpoint_is_logged_anew_and_nothing_of_the_newer_is_lost(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_a_kind_equals_its_name_and_can_be_passed_for_it() -> None:
     trainer = Trainer(accelerator=CPUAccelerator(), logger=False, enable_checkpointing=False)
     assert isinstance(trainer.accelerator, CPUAccelerator)
     assert trainer.accelerator == "cpu"
-    assert AcceleratorRegistry.available_accelerators() == ["cpu", "cuda", "mps"]
+    assert AcceleratorRegistry.available_accelerators() == ["cpu", "cuda", "mps", "tpu", "xpu"]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

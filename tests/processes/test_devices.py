@@ -47,7 +47,8 @@ def test_a_kind_that_is_not_there_says_what_is_and_what_to_do(
     with pytest.raises(RuntimeError) as caught:
         find_kind(accelerator)
     text = str(caught.value)
-    assert f"accelerator={accelerator!r}): this process sees no {what} (CUDA_VISIBLE_DEVICES=), and torch" in text
+    visible = "" if accelerator == "mps" else " (CUDA_VISIBLE_DEVICES=)"
+    assert f"accelerator={accelerator!r}): this process sees no {what}{visible}, and torch" in text
     assert f"torch {torch.__version__} is built" in text
     assert "Use accelerator='auto' or 'cpu'" in text
 

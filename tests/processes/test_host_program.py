@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.processes import launched_worker
-from paceline.processes.host_program import Facts, Host, recognize, refusal_to_fork, start_method_in
+from paceline.processes.host_program import Host, HostFacts, recognize, refusal_to_fork, start_method_in
 
 ROOT = str(Path(__file__).resolve().parents[3])
 LIMIT = 120.0
@@ -153,7 +153,7 @@ COPIED = "CUDA was already used in this process, and a fork of it cannot use CUD
     ],
 )
 def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: str, after_cuda: str) -> None:
-    host = recognize(Facts(**{**facts, "running": frozenset(facts.get("running", ()))}))
+    host = recognize(HostFacts(**{**facts, "running": frozenset(facts.get("running", ()))}))
     assert host.name.startswith(name)
     assert start_method_in(host, "auto", None) == method
     assert start_method_in(host, "auto", COPIED) == after_cuda

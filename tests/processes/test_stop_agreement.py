@@ -21,8 +21,8 @@ class Counts:
     """What the threads of a rank share."""
 
     def __init__(self) -> None:
-        self.passed = 0
-        self.stop = False
+        self.boundaries = 0
+        self.stop_requested = False
 
 
 class Rank:
@@ -45,10 +45,10 @@ class Rank:
             if self.together is not None:
                 self.together.wait(120)  # the collective of the batch
             if boundary == self.asks:
-                counts.stop = True
-            stops = self.at(boundary) if counts.stop else False
-            counts.passed += 1
-            if counts.stop:
+                counts.stop_requested = True
+            stops = self.at(boundary) if counts.stop_requested else False
+            counts.boundaries += 1
+            if counts.stop_requested:
                 stops = self.at(boundary)
             if stops or boundary == BOUNDARIES:
                 self.stopped = boundary

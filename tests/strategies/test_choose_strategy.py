@@ -97,7 +97,7 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
         ({"num_nodes": 0}, ValueError, r"num_nodes=0 is not a valid number of machines"),
         ({"strategy": 3}, TypeError, r"strategy=3 is an int"),
         ({"accelerator": "gpu"}, RuntimeError, "this process sees no GPU.*accelerator='auto'"),
-        ({"accelerator": "tpu"}, ValueError, "not XLA or Gaudi devices"),
+        ({"accelerator": "xla"}, ValueError, "Paceline uses TPUs through torch_tpu"),
         ({"accelerator": "gpuu"}, ValueError, r"Unknown accelerator 'gpuu'\. Did you mean 'gpu'"),
         ({"accelerator": 3}, TypeError, r"accelerator=3 is an int"),
         ({"devices": 0}, ValueError, r"devices=0\) selects no device"),

@@ -53,11 +53,11 @@ SWITCH = "Pass True or False"
 
 VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "cup", ValueError, ("Unknown accelerator 'cup'", "Did you mean 'cpu'?", "Choose 'auto', 'cpu'")),
-    ("accelerator", "tpu", ValueError, ("'tpu'", "not XLA", "Choose 'auto'")),
+    ("accelerator", "tpu", RuntimeError, ("'tpu'", "sees no TPU", "Use accelerator='auto' or 'cpu'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
     ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Use strategy='ddp'")),
-    ("strategy", "xla", ValueError, ("strategy='xla'", "XLA", "Choose 'auto'")),
+    ("strategy", "xla", ValueError, ("strategy='xla'", "a TPU is a device", "Choose accelerator='tpu'")),
     ("strategy", SingleDevice, TypeError, ("SingleDevice", "Did you mean SingleDevice()?")),
     ("strategy", 5, TypeError, ("strategy=5", "an int", "Pass a name such as 'auto', or a Strategy object")),
     ("devices", 0, ValueError, ("devices=0", "no device", "Pass 1 or more")),

@@ -142,6 +142,13 @@ def test_a_step_may_leave_out_what_it_does_not_need(quiet: dict[str, Any]) -> No
 
 
 def test_with_several_loaders_dataloader_idx_is_needed_and_asked_for(quiet: dict[str, Any]) -> None:
+    seen: list[Any] = []
+    module, callback = Net(), Callback()
+    module.on_test_batch_start = lambda batch, batch_idx, dataloader_idx: seen.append(dataloader_idx)
+    callback.on_test_batch_end = lambda trainer, module, outputs, batch, batch_idx, dataloader_idx: seen.append(-1)
+    module.test_step = lambda batch, batch_idx, dataloader_idx: None
+    Trainer(**quiet, callbacks=callback).test(module, [loader(1), loader(1)], verbose=False)
+    assert seen == [0, -1, 1, -1]
     with pytest.raises(RuntimeError, match=r"Net.validation_step takes .*, but there are several loaders"):
         Trainer(**quiet).validate(Net(), [loader(), loader()], verbose=False)
     for name in ("on_predict_batch_start", "predict_step"):

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.strategies import SingleDevice
-from paceline.trainer.metric_reductions import Options, Record, as_tensor, make_record, reduction_of
+from paceline.trainer.metric_reductions import Record, RecordOptions, as_tensor, make_record, reduction_of
 from paceline.trainer.phases import EVAL_BATCH, TRAIN_BATCH
 
 DEVICE = SingleDevice()
-DEFAULTS = Options(False, None, None, None, "mean", False, False, None, True, None, False)
+DEFAULTS = RecordOptions(False, None, None, None, "mean", False, False, None, True, None, False)
 
 
 def record(

@@ -274,11 +274,11 @@ def test_values_are_detached_and_nothing_of_the_graph_stays(quiet: dict[str, Any
 
 def test_a_million_small_terms_keep_their_digits(quiet: dict[str, Any]) -> None:
     from paceline.strategies import SingleDevice
-    from paceline.trainer.metric_reductions import MeanRecord, Options
+    from paceline.trainer.metric_reductions import MeanRecord, RecordOptions
     from paceline.trainer.metric_reductions import make_record as make
     from paceline.trainer.phases import EVAL_BATCH
 
-    options = Options(False, None, None, None, "mean", False, False, None, True, None, False)
+    options = RecordOptions(False, None, None, None, "mean", False, False, None, True, None, False)
     record = make("v", torch.tensor(0.1), options, EVAL_BATCH, "a test", None, lambda name: 1)
     assert isinstance(record, MeanRecord)
     value = torch.tensor(0.1)

@@ -113,6 +113,12 @@ def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
         Trainer(**quiet, plugins="ddp")
 
 
+def test_a_layer_sync_contradicts_sync_batchnorm() -> None:
+    assert Trainer(accelerator="cpu", sync_batchnorm=True, plugins=TorchSyncBatchNorm()).sync_batchnorm
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True, plugins=\[Doubled\(...\)\]\) asks for two ways"):
+        Trainer(accelerator="cpu", sync_batchnorm=True, plugins=Doubled())
+
+
 class Doubled(LayerSync):
     """Layers that a user's plugin changes: one that multiplies by the number of processes."""
 

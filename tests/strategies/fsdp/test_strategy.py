@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
-from paceline import Trainer, TrainingModule
+from paceline import Accelerator, Trainer, TrainingModule
 from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
@@ -327,7 +327,8 @@ def test_a_mixed_precision_policy_of_the_users_replaces_autocast() -> None:
     print(furthest(run_at("single", Transformer), found))
 
 
-def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
+@pytest.mark.parametrize("ignored", [None, "blocks[.]1|head"])
+def test_ranks_agree_on_an_overflow_that_one_of_them_has(ignored: Any) -> None:
     def run() -> Any:
         rank = int(os.environ["RANK"])
 
@@ -336,7 +337,7 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
                 loss = super().training_step(batch, batch_idx)
                 return loss * torch.inf if batch_idx == 1 and rank == 1 else loss
 
-        trainer = train(Overflowing(), FSDPStrategy(), 2, 4, precision="16-mixed")
+        trainer = train(Overflowing(), FSDPStrategy(ignored_modules=ignored), 2, 4, precision="16-mixed")
         return trainer.global_step, trainer.strategy.precision.skipped_steps, weights(trainer)
 
     for steps, skipped, found in ranks(2, run):
@@ -736,6 +737,127 @@ def test_averaged_weights_are_averages_of_whole_weights() -> None:
         strategy = FSDPStrategy() if world > 1 else "single_device"
         average = EMAWeightAveraging(decay=0.5)
         return weights(train(Transformer(), strategy, world, 4, precision="64-true", callbacks=[average]))
+
+    assert furthest(run(), ranks(2, run)[0]) < EXACT
+
+
+# ---- ignored modules -------------------------------------------------------------------------------------------------
+
+#: The embedding (and with it the tied head), a whole block and a part of another one.
+IGNORING = partial(FSDPStrategy, ignored_modules="embedding|blocks[.]1|blocks[.]2[.]mlp[.].*")
+
+
+class PartlyFrozen(Transformer):
+    """Of the ignored modules, one block is frozen. Records which parameters are whole, and the norms of gradients."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(True, partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, foreach=True), seed)
+        self.blocks[1].requires_grad_(False)
+        self.norms: list[Tensor] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 1e9))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ignored_modules_are_whole_and_learn_what_one_process_learns(accumulate: int) -> None:
+    how = {"batches": 4, "precision": "64-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}
+
+    def run() -> Any:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        module, average = PartlyFrozen(), EMAWeightAveraging(decay=0.5)
+        trainer = train(module, IGNORING() if world > 1 else "single_device", world, callbacks=[average], **how)
+        whole = {name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
+        return weights(trainer), whole, module.norms
+
+    (alone, _, norms), ((found, whole, seen), (_, other, also)) = run(), ranks(2, run)
+    assert furthest(alone, found) < EXACT
+    block = {name for name in alone if name.startswith("blocks.1.")}
+    assert whole == other == {"embedding.weight"} | block | {name for name in alone if name.startswith("blocks.2.mlp.")}
+    torch.testing.assert_close(seen, norms, rtol=1e-10, atol=0.0)
+    assert seen == also
+
+
+@pytest.mark.rotates(5)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(("first", "then"), [(IGNORING, IGNORING), (IGNORING, FSDPStrategy), (FSDPStrategy, IGNORING)])
+def test_a_run_goes_on_with_other_ignored_modules(first: Any, then: Any, kind: Any, tmp_path: Path) -> None:
+    path, how = tmp_path / "one.ckpt", {**DOUBLE, "batches": 2}
+
+    def run() -> Any:
+        train(PartlyFrozen(), first(state_dict_type=kind), 2, **how).save_checkpoint(path)
+        return weights(train(PartlyFrozen(seed=2), then(state_dict_type=kind), 2, ckpt_path=path, max_epochs=2, **how))
+
+    assert furthest(weights(train(PartlyFrozen(), max_epochs=2, **how)), ranks(2, run)[0]) < EXACT
+
+
+def test_gradients_of_ignored_modules_are_saved_in_an_unfinished_window() -> None:
+    def step(strategy: Any, micro_batches: Any, saved: bool = False) -> Any:
+        accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        if saved:
+            accelerator.load_state("state")
+        for number in micro_batches:
+            with accelerator.accumulate(model):
+                x = torch.arange(8.0).view(2, 4) * 0.1 + int(os.environ["RANK"]) + number
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+        if not accelerator.sync_gradients:
+            accelerator.save_state("state")
+        return accelerator.get_state_dict(model)
+
+    def run() -> Any:
+        ignoring = [FSDPStrategy(ignored_modules="0") for _ in range(2)]
+        step(ignoring[0], [0])
+        return step(ignoring[1], [1], saved=True), step("ddp", [0, 1])
+
+    found, expected = ranks(2, run)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_ignored_modules_that_one_rank_does_not_use_learn_from_the_others() -> None:
+    class Choosing(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra, self.spare = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+            for layer in (self.extra, self.spare):
+                nn.init.ones_(layer.weight)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+            return loss + self.extra.weight.pow(2).sum() * world if rank == 0 else loss
+
+    def run() -> Any:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy(ignored_modules="extra|spare") if world > 1 else "single_device"
+        return weights(train(Choosing(), strategy, world, 2, precision="64-true"))
+
+    assert furthest(run(), ranks(2, run)[0]) < EXACT
+
+
+def test_layers_on_the_meta_device_are_ignored_once_they_have_values() -> None:
+    class Configured(TrainingModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "layers"):
+                torch.manual_seed(4)
+                self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x = batch[:, :3].to(self.layers[0].weight.dtype)
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def run() -> Any:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy(ignored_modules="layers[.]1") if world > 1 else "single_device"
+        return weights(train(Configured(), strategy, world, 2, precision="64-true"))
 
     assert furthest(run(), ranks(2, run)[0]) < EXACT
 

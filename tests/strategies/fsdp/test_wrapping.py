@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
+from paceline.strategies.fsdp.wrapping import (
+    check_ignored,
+    check_shapes,
+    checkpoint_activations,
+    choose_blocks,
+    find_ignored,
+    parameter_ids,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +130,48 @@ def test_checkpointed_activations_change_neither_names_nor_gradients() -> None:
     net(x).sum().backward()
     assert list(net.state_dict()) == before
     torch.testing.assert_close([p.grad for p in net.parameters()], expected)
+
+
+# ---- ignored modules -------------------------------------------------------------------------------------------------
+
+
+def test_modules_are_ignored_by_name_or_as_objects() -> None:
+    net = Net()
+    by_name = find_ignored(net, check_ignored(r"head|layers\..*gate"))
+    assert by_name == [net.layers[0].gate, net.layers[1].gate, net.layers[2].gate, net.head]
+    assert find_ignored(net, check_ignored(iter([net.head]))) == [net.head]
+    assert check_ignored("") is check_ignored([]) is None
+    for nothing, shown in (("gate", "'gate'"), ([nn.Linear(1, 1)], r"\[Linear\]")):
+        with pytest.warns(match=rf"ignored_modules={shown}\) matches no module of Net"):
+            assert find_ignored(net, check_ignored(nothing)) == []
+
+
+@pytest.mark.parametrize(
+    ("ignored", "kind", "match"),
+    [
+        ("*head", ValueError, "'\\*head' is not a valid regular expression"),
+        (nn.Sequential(nn.Linear(1, 1)), TypeError, "is a Sequential. Pass a list of modules"),
+        (["head"], TypeError, "is a list. Pass a list of modules, or a regular"),
+        (3, TypeError, "is an int"),
+    ],
+)
+def test_what_cannot_be_ignored_is_refused(ignored: Any, kind: Any, match: str) -> None:
+    with pytest.raises(kind, match=match):
+        check_ignored(ignored)
+
+
+def test_ignoring_every_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"covers every parameter of Net.*strategy='ddp'"):
+        find_ignored(Net(), "stem|layers|head")
+
+
+def test_blocks_are_chosen_by_their_sharded_parameters() -> None:
+    net = Net()
+    assert list(choose_blocks(net, "auto", parameter_ids([net.layers[1]]))) == ["layers.0", "layers.2"]
+    assert list(choose_blocks(net, [nn.Linear], parameter_ids([net.layers]))) == ["head"]
+    assert list(choose_blocks(net, 25, parameter_ids([net.layers]))) == ["head"]
+    net.layers[0].gate.weight = net.layers[1].gate.weight
+    assert list(choose_blocks(net, "auto")) == ["layers.2"]
+    assert list(choose_blocks(net, "auto", parameter_ids([net.layers[0].gate]))) == ["layers.0", "layers.1", "layers.2"]
+    net.head.temperature = nn.Parameter(torch.tensor(1.0))
+    check_shapes(net, parameter_ids([net.head]))

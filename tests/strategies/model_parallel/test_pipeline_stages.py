@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.strategies.model_parallel.pipeline_stages import Left, Passage, Run, Stages, even_split
+from paceline.strategies.model_parallel.pipeline_stages import Passage, StageExit, StageRun, Stages, even_split
 
 CPU = torch.device("cpu")
 
@@ -49,14 +49,14 @@ def pass_through(stages: Stages, step: Any, batch: Any) -> Any:
     for index in range(stages.count):
         passage = Passage()
         if index:
-            with pytest.raises(Left) as found, Run(stages, index, passage, stop_at_entry=True):
+            with pytest.raises(StageExit) as found, StageRun(stages, index, passage, stop_at_entry=True):
                 step(batch)
             passage.wanted = found.value.leaves
             sent = tuple(sent[position] for position in passage.wanted)
         try:
-            with Run(stages, index, passage, sent):
+            with StageRun(stages, index, passage, sent):
                 return step(batch)
-        except Left as left:
+        except StageExit as left:
             sent = left.leaves
     raise AssertionError("the last stage left")
 
@@ -71,7 +71,7 @@ def test_stages_one_after_the_other_compute_what_the_whole_computes(count: int) 
 def test_only_what_comes_of_weights_is_sent() -> None:
     net = Net()
     passage = Passage()
-    with pytest.raises(Left) as found, Run(Stages(net, 2, CPU), 1, passage, stop_at_entry=True):
+    with pytest.raises(StageExit) as found, StageRun(Stages(net, 2, CPU), 1, passage, stop_at_entry=True):
         net(torch.randn(5, 3))
     assert found.value.count == 3
     assert found.value.leaves == (0, 2)  # not the mask
@@ -80,7 +80,7 @@ def test_only_what_comes_of_weights_is_sent() -> None:
 def test_blocks_are_as_before_after_a_run() -> None:
     net = Net()
     before = [dict(vars(block)) for block in net.blocks]
-    with pytest.raises(Left), Run(Stages(net, 2, CPU), 0, Passage()):
+    with pytest.raises(StageExit), StageRun(Stages(net, 2, CPU), 0, Passage()):
         net(torch.randn(5, 3))
     assert [dict(vars(block)) for block in net.blocks] == before
 
@@ -89,7 +89,7 @@ def test_a_run_tells_which_weights_the_stage_uses() -> None:
     net = Net()
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     seen: set[int] = set()
-    with pytest.raises(Left), Run(Stages(net, 2, CPU), 0, Passage(), seen=seen):
+    with pytest.raises(StageExit), StageRun(Stages(net, 2, CPU), 0, Passage(), seen=seen):
         net(torch.randn(5, 3))
     used = {names[i] for i in seen}
     assert {"first.weight", "start", "blocks.1.linear.bias"} <= used
@@ -106,7 +106,7 @@ def test_an_in_place_write_of_a_weights_result_before_the_entry_is_refused() -> 
             return h
 
     net = Writes()
-    with pytest.raises(RuntimeError, match="in place"), Run(Stages(net, 2, CPU), 1, Passage(), stop_at_entry=True):
+    with pytest.raises(RuntimeError, match="in place"), StageRun(Stages(net, 2, CPU), 1, Passage(), stop_at_entry=True):
         net(torch.randn(5, 3))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.data import DataLoader
 
 from paceline import Trainer, TrainingModule
 from paceline.processes.cluster_environment import Cluster
 from paceline.strategies import ModelParallelStrategy, Strategy
-from paceline.strategies.model_parallel.context_parallel import SplitSequences
+from paceline.strategies.model_parallel.context_parallel import SplitSequences, check_layers
 from paceline.strategies.model_parallel.strategy import find_sizes
+from paceline.torch_private import current_function_mode
 
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
 QUIET: dict[str, Any] = {
@@ -499,9 +502,13 @@ def placed(count: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("world", "sizes", "by_items"),
-    [(2, {}, True), (4, {"tensor_parallel": 2}, False), (4, {"data_parallel_shard": 2}, False)],
+    [
+        (2, {"activation_checkpointing": True}, True),
+        (4, {"tensor_parallel": 2}, False),
+        (4, {"data_parallel_shard": 2}, False),
+    ],
 )
-def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, int], by_items: bool) -> None:
+def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, Any], by_items: bool) -> None:
     data = placed(4)
 
     def run() -> Any:
@@ -537,8 +544,56 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         step = SplitSequences(mesh, 1).bind(lambda b: F.scaled_dot_product_attention(q, q, q, torch.ones(2, 2) > 0))
         with pytest.raises(NotImplementedError, match=r"attn_mask.*context_parallel=2"):
             step(x)
+        strategy = ModelParallelStrategy(context_parallel=2, context_parallel_dims=1)
+        strategy._sequences = SplitSequences(mesh, 1)
+        assert "call backward inside the same `with` block" in str(strategy.explain(CheckpointError("differs")))
+        with pytest.raises(
+            RuntimeError, match=r"context_parallel_dims=1\) already splits .*context_parallel_dims=\{\}"
+        ):
+            strategy.split_sequences([x], [1])
+        with pytest.raises(
+            ValueError, match=r"maybe_context_parallel\(buffer_seq_dims=...\) says that dimension 2 of buff"
+        ):
+            SplitSequences(mesh, {}).split([x], [2], ()).__enter__()
+        assert x.shape == (2, 4)
+        forward = SplitSequences(mesh, {}).without_padding_mask(lambda attention_mask: attention_mask)
+        assert forward(attention_mask=x) is x
+        split = SplitSequences(mesh, {})
+        forward = split.without_padding_mask(lambda attention_mask: F.scaled_dot_product_attention(q, q, q))
+        for padding, error in ((x > 4, "followed by others"), (x < 6, "attention is not causal"), (x >= 0, None)):
+            with split.split([padding], [1], ()):
+                if error is None:
+                    assert forward(attention_mask=padding).shape == q.shape
+                else:
+                    with pytest.raises(NotImplementedError, match=error):
+                        forward(attention_mask=padding)
+        for layer in (nn.LSTM(1, 1), SimpleNamespace(layer_types=["full_attention", "mamba"])):
+            module = nn.Sequential(layer) if isinstance(layer, nn.Module) else nn.Sequential()
+            module.config = layer
+            with pytest.raises(NotImplementedError, match=r"has layers \((LSTM|mamba)\) that need more of a sequence"):
+                check_layers(module)
 
     ranks(2, partial(_with_group, run))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_that_backward_repeats_run_inside_the_context(device: str) -> None:
+    no_mesh: Any = None
+    attention, seen = SplitSequences(no_mesh, {}).attention, []
+
+    def layer(x: Tensor) -> Tensor:
+        seen.append(current_function_mode() is attention)
+        return x.sin()
+
+    x = torch.ones(2, device=device, requires_grad=True)
+    with attention:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        loss = checkpoint(layer, x, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            loss.backward()
+        loss.backward(torch.ones(2, device=device))
+    assert seen == [True] * 4
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
 def _with_group(run: Callable[[], None]) -> None:

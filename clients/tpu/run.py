@@ -1,0 +1,74 @@
+"""Run the tests of devices on a TPU that is XLA on the CPU: one device, and no speed worth measuring.
+
+    make tpu                                     about a minute, and another for the first installation (0.8 GB)
+    make tpu TPU="-k resumed -x"                 some of the tests, with pytest's options
+
+The environment, .tpu, sees the packages of .venv. On top of them it has TorchTPU, pinned by hash like the plugin that
+runs XLA's programs on the CPU, and a small C library that is compiled here (see plugin.c), for which the machine needs
+a C compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORK = ROOT / ".tpu"
+PYTHON = WORK / "bin" / "python"
+PACKAGES = Path(sysconfig.get_path("purelib", vars={"base": str(WORK), "platbase": str(WORK)}))
+LIBRARY = WORK / "plugin.so"
+#: What the environment is made from; when one of them changes, it is made anew.
+SOURCES = ("requirements.txt", "plugin.c", "run.py")
+#: Parts of the suite that ask for a device: all on this one.
+TESTS = ("tests/devices",)
+
+
+def install() -> None:
+    """Make the environment, unless it is there and made from the same files."""
+    stamp, wanted = WORK / "installed.txt", "\n".join((HERE / name).read_text() for name in SOURCES)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise SystemExit("make tpu compiles a small C library, but this machine has no cc, gcc or clang. Install one.")
+    venv.create(WORK, clear=True, with_pip=True)
+    below = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()]
+    start = f"import sys; sys.path.append({str(HERE)!r}); import tpu_on_cpu"
+    (PACKAGES / "below.pth").write_text("\n".join([*below, start]) + "\n")
+    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-deps"]
+    subprocess.run([*pip, "--require-hashes", "-r", HERE / "requirements.txt"], check=True)
+    header = PACKAGES / "xla_plugins" / "xla_cpu_pjrt" / "include"
+    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", f"-I{header}", "-o", LIBRARY]
+    subprocess.run([*command, HERE / "plugin.c", "-ldl"], check=True)
+    stamp.write_text(wanted)
+
+
+def environment() -> dict[str, str]:
+    """The variables under which a process of the environment sees one TPU."""
+    return {
+        **os.environ,
+        "TPU_LIBRARY_PATH": str(LIBRARY),
+        "PACELINE_CPU_PLUGIN": str(PACKAGES / "lammps_jax_pjrt_cpu" / "pjrt_c_api_cpu_plugin.so"),
+        "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata service
+        "PACELINE_TEST_DEVICE": "tpu",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def main() -> int:
+    """Make the environment and run the tests in it; return pytest's exit status."""
+    install()
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]
+    return subprocess.run([PYTHON, "-m", "pytest", *TESTS, *options], cwd=ROOT, env=environment()).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
+
+Such loops call ``gather_for_metrics(loss.repeat(batch_size))`` with a loss that is the mean over a process's samples.
+``transformers.Trainer`` also gathers the number of items (tokens) in the batch before, divides the sum over its own
+items by that number, and multiplies it by the number of processes. Then the mean of all processes' losses is the loss
+of the batch, whichever numbers of samples they have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...accelerator.accumulation import GradientState
+from ...accelerator.nested_tensors import recursively_apply
+from ...accelerator.operations import gather
+from ...strategies.base import Strategy
+from .loaders import DataLoaderShard
+
+
+def note_items(state: GradientState, gathered: Any) -> None:
+    """Remember a number of items that a loop gathers for the last batch of a pass."""
+    number = isinstance(gathered, Tensor) and gathered.dtype == torch.int64 and not gathered.dim()
+    if number and state.end_of_dataloader:
+        state.counted = state.active_dataloader, gathered
+
+
+def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:
+    """Return what a loop gathers for a batch, with as many rows of repeated losses as this process has samples.
+
+    Every process must call this.
+
+    Args:
+        data: what the loop gathers.
+        loader: the loader of the batch.
+        state: the state of the Accelerator that gathers.
+        strategy: its strategy.
+        split: whether processes share batches, so that each repeats its loss for the samples of all.
+    """
+    total = loader.total_batch_size or 0
+    full = total // strategy.num_data_ranks
+    size, samples, rows = total if split else full, loader.samples, loader.batch_rows
+    if state.counted is not None and state.counted[0] is loader:
+        data = _loss_of_all(data, size, samples, samples < full, state, strategy)
+
+    def cut(value: Tensor) -> Tensor:
+        repeated = value.dim() and len(value) == size and (rows != size or _is_repeated(value, size))
+        return value[:samples] if repeated else value
+
+    return recursively_apply(cut, data) if samples < size else data
+
+
+def _is_repeated(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.shape == (size,) and bool((value == value[0]).all())
+
+
+def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
+    """Return the loss of the last batch on all processes if ``value`` repeats this process's part; else ``value``."""
+    loader, items = state.counted or (None, None)
+    if items is None:
+        return value
+    own = [1, short, samples > 0, items, value[0]] if _is_repeated(value, size) else [0] * 5
+    row = torch.tensor([[float(number) for number in own]], dtype=torch.float64, device=strategy.device)
+    repeated, uneven, counts, numbers, losses = gather(row, strategy, strategy.data_group).unbind(1)
+    if not repeated.all():
+        return value
+    state.counted = loader, None
+    if not uneven.any():
+        return value
+    # A process without samples of its own repeats another one's, which the number of items must not include.
+    whole = (losses * counts).mean() * numbers.sum() / (numbers * counts).sum()
+    return torch.full_like(value, whole.item())

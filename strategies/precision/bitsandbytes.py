@@ -1,0 +1,130 @@
+"""Linear layers with weights in 4 or 8 bits, through bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from ... import messages
+from ...big_model.quantized_layers import (
+    Kind,
+    Quantization,
+    is_quantized,
+    plain_layers,
+    quantized_layers,
+    replace_layers,
+    require_bitsandbytes,
+)
+from ...devices.kinds import CUDA_KIND
+from .base import parameters
+from .mixed import MixedPrecision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Mode = Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class BitsandbytesPrecision(MixedPrecision):
+    """The precisions ``"bnb.nf4"``, ``"bnb.int8"``, ...: the weights of linear layers take 4 or 8 bits.
+
+    When the run starts, layers of bitsandbytes replace the module's linear layers, which are quantized one after the
+    other on their way to the device, and stay in the module. They are frozen: other layers, such as LoRA adapters,
+    train (Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023). A step runs in autocast. Checkpoints
+    hold the quantized weights, so a resumed run has exactly the same ones; weights in other files are quantized when
+    they are loaded.
+
+    Which layers: if some of the module's linear layers are frozen, only these, because the others are to be trained;
+    otherwise all of them. Subclasses of ``nn.Linear`` and layers with a shared weight are left as they are. A module
+    that already has layers of bitsandbytes (from transformers, for example) is not changed.
+
+    Needs the package ``bitsandbytes``, and a strategy whose processes hold the whole model: one device or DDP.
+
+    Args:
+        mode: ``"nf4"`` or ``"fp4"`` (4 bits), the same with ``"-dq"`` (their scales are quantized too), ``"int8"``
+            (8 bits), or ``"int8-training"``: the weights stay floating-point numbers and train, and only the products
+            are in 8 bits.
+        dtype: what a step computes in; None takes bfloat16, or float16 for ``"int8"`` on a GPU and on GPUs without
+            bfloat16, or float32 for ``"int8-training"``. float16 scales the loss.
+        ignore_modules: names of modules to leave out, whole (``"model.lm_head"``) or in part (``"lm_head"``).
+
+    Raises:
+        ModuleNotFoundError: bitsandbytes is not installed.
+        ValueError: ``mode`` or ``dtype`` is unknown, or, when the run starts, there is nothing to quantize.
+    """
+
+    quantizes = True
+
+    def __init__(
+        self, mode: Mode, dtype: torch.dtype | None = None, ignore_modules: Iterable[str] | None = None
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(messages.unknown("mode of BitsandbytesPrecision", mode, MODES))
+        if dtype not in (None, *_DTYPES):
+            raise ValueError(
+                f"BitsandbytesPrecision got dtype={dtype}. Choose torch.bfloat16, torch.float16 or torch.float32."
+            )
+        if isinstance(ignore_modules, str):
+            raise TypeError(f"ignore_modules={ignore_modules!r} is a string. Pass a list or a set of names.")
+        require_bitsandbytes(f"precision='bnb.{mode}'")
+        super().__init__("bf16-mixed")
+        self.name = f"bnb.{mode}"
+        self.mode: Mode = mode
+        self.ignore_modules = frozenset(ignore_modules or ())
+        self._asked = dtype
+
+    def use_on(self, device: torch.device) -> None:
+        self.dtype = self._asked or _default_dtype(self.mode, device)
+        self.autocast = self.dtype is not torch.float32
+        super().use_on(device)
+
+    def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context manager in which new layers are created in host memory, because the device may be too small."""
+        return torch.device("cpu")
+
+    def move_module(self, module: nn.Module, device: torch.device) -> nn.Module:
+        if not quantized_layers(module):
+            kind = cast(Kind, self.mode.removesuffix("-dq"))
+            how = Quantization(kind, self.mode != kind, self.dtype)
+            replace_layers(module, self._chosen(module), how, device)
+        return module.to(device)
+
+    def _chosen(self, module: nn.Module) -> dict[str, nn.Linear]:
+        possible = plain_layers(module, self.ignore_modules)
+        frozen = {name: one for name, one in possible.items() if not one.weight.requires_grad}
+        chosen = possible if self.mode == "int8-training" else frozen or possible
+        if not chosen:
+            count = sum(isinstance(one, nn.Linear) for one in module.modules())
+            raise ValueError(
+                f"precision={self.name!r} finds no layer of {type(module).__name__} to quantize: of its {count} linear "
+                f"layers, none is a plain nn.Linear with its own weight whose name is not in ignore_modules="
+                f"{sorted(self.ignore_modules)}. Use precision='bf16-mixed', or change ignore_modules."
+            )
+        return chosen
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+        super().setup_optimizers(optimizers)
+        for optimizer in optimizers:
+            held = parameters(optimizer)
+            frozen = sum(map(is_quantized, held))
+            if frozen:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has {len(held)} parameters, but {frozen} of them are weights that "
+                    f"precision={self.name!r} has quantized, which cannot be trained. Pass only those that can: "
+                    "[p for p in self.parameters() if p.requires_grad] in configure_optimizers. In your own loop, "
+                    "freeze the layers with requires_grad_(False) before that, or create the optimizer after prepare."
+                )
+
+
+def _default_dtype(mode: Mode, device: torch.device) -> torch.dtype:
+    if mode == "int8-training":
+        return torch.float32
+    if device.type == CUDA_KIND.name and (mode == "int8" or not CUDA_KIND.computes_in_bfloat16(False)):
+        return torch.float16
+    return torch.bfloat16

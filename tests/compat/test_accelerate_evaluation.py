@@ -1,0 +1,134 @@
+"""Loops in transformers' arithmetic, whose last batch is shared unevenly: one process's numbers on several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline import DataLoaderConfiguration
+from paceline.accelerator.process_state import AcceleratorState
+from paceline.compat.accelerate.accelerator import Accelerator
+
+#: How many tokens of each sample count, and the sum of their losses.
+TOKENS = torch.tensor([3, 1, 5, 2, 4, 1, 1, 6, 2, 3, 5, 1, 4])
+SUMS = TOKENS * torch.tensor([1.0, 4, 2, 8, 5, 7, 3, 0, 6, 9, 1, 4, 2], dtype=torch.float64)
+#: Configurations, numbers of samples, and sizes of a process's batches.
+ONE_SHAPE = [({}, 13, 4)]
+SHAPES = [({}, 1, 4), ({}, 8, 2), ({}, 2, 1), ({"split_batches": True}, 11, 2), ({"dispatch_batches": True}, 13, 4)]
+
+
+class Stream(IterableDataset[int]):
+    """The numbers of the samples."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(range(self.samples))
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def in_one_row(samples: Iterable[int]) -> Tensor:
+    return torch.tensor([list(samples)])
+
+
+def in_two_rows(samples: Iterable[int]) -> Tensor:
+    return torch.tensor([[sample, sample] for sample in samples]).flatten()
+
+
+#: The samples of a batch, by the function that collates them.
+SAMPLES: dict[Any, Any] = {
+    None: lambda batch: batch,
+    in_one_row: lambda batch: batch[0],
+    in_two_rows: lambda batch: batch[::2],
+}
+
+
+def evaluated(accelerator: Any, loader: Any, by_tokens: bool, collate: Any) -> tuple[float, list[int]]:
+    """The loss, and the samples in the order of their predictions."""
+    losses, seen = [], []
+    for batch in loader:
+        samples = SAMPLES[collate](batch)
+        if by_tokens:
+            items = accelerator.gather(TOKENS[samples].sum()).sum()
+            loss = SUMS[samples].sum() / items * accelerator.num_processes
+        else:
+            loss = (SUMS[samples] / TOKENS[samples]).mean()
+        losses.append(accelerator.gather_for_metrics(loss.repeat(loader.batch_size)))
+        if collate is None:
+            seen += accelerator.gather_for_metrics(batch).tolist()
+    return torch.cat(losses).mean().item(), seen
+
+
+def on_one_process(samples: int, size: int, by_tokens: bool) -> float:
+    """The mean of the batches' losses, weighted by their numbers of samples."""
+    total = 0.0
+    for batch in torch.arange(samples).split(size):
+        sums, tokens = SUMS[batch], TOKENS[batch]
+        total += (sums.sum() / tokens.sum() * len(batch) if by_tokens else (sums / tokens).sum()).item()
+    return total / samples
+
+
+def evaluate(shapes: list[tuple[dict[str, bool], int, int]]) -> None:
+    for config, samples, size in shapes:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        world = accelerator.num_processes
+        data: Any = Stream(samples) if "dispatch_batches" in config else list(range(samples))
+        for by_tokens, collate in itertools.product((True, False), SAMPLES if shapes is ONE_SHAPE else (None,)):
+            whole = DataLoader(data, size * world if "split_batches" in config else size, collate_fn=collate)
+            loss, seen = evaluated(accelerator, accelerator.prepare(whole), by_tokens, collate)
+            shape = f"{samples} samples in batches of {size}, {config}, {by_tokens=}, {collate}"
+            assert loss == pytest.approx(on_one_process(samples, size * world, by_tokens), rel=1e-12), shape
+            assert seen == ([] if collate else list(range(samples))), shape
+
+
+def test_a_loss_gathered_once_per_sample_is_that_of_one_process() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    evaluate(ONE_SHAPE)
+    ranks(2, evaluate, ONE_SHAPE)
+    ranks(3, evaluate, SHAPES)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def trained(samples: int, size: int, steps: int, by_tokens: bool) -> list[float]:
+    """The weight after each update of a loop that fetches a window's batches before it runs them."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(list(range(samples)), size),  # type: ignore[arg-type]
+    )
+    fetched, found = iter(loader), []
+    for start in range(0, len(loader), steps):
+        window = [next(fetched) for _ in range(min(steps, len(loader) - start))]
+        items = accelerator.gather(sum(TOKENS[batch].sum() for batch in window)).sum() if by_tokens else 0
+        for number, batch in enumerate(window, 1):
+            accelerator.gradient_state._set_sync_gradients(number == len(window))
+            sums = model(SUMS[batch].unsqueeze(1)).squeeze(1)
+            loss = sums.sum() / items * accelerator.num_processes if by_tokens else sums.mean() / len(window)
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.weight.item())
+    return found
+
+
+def test_a_loop_that_fetches_whole_windows_has_the_updates_of_one_process() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for by_tokens in (True, False):
+        alone = trained(13, 8, 2, by_tokens)
+        for found in ranks(2, trained, 13, 4, 2, by_tokens):
+            assert found == pytest.approx(alone, rel=1e-12), by_tokens
