@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import Any, Literal
 
 from .. import messages
@@ -43,7 +43,18 @@ TrackerName = Literal[
 ]
 
 
-class Word(str, Enum):
+class EnumWithContains(EnumMeta):
+    """Metaclass of enumerations that know their values with ``in``."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class Word(str, Enum, metaclass=EnumWithContains):
     """A string enum whose members equal plain strings and are looked up case-insensitively."""
 
     def __str__(self) -> str:
@@ -58,9 +69,9 @@ class Word(str, Enum):
         for word in cls:
             if wanted in (word.name, word.value.upper()):
                 return word
-        known = {word.value.upper(): word.value for word in cls}
-        hint = messages.did_you_mean(wanted, known)
-        raise ValueError(f"Unknown {cls.__name__} {value!r}.{hint} Choose {messages.names(known.values())}.")
+        known = cls.list()
+        hint = messages.did_you_mean(wanted if known[0].isupper() else wanted.lower(), known)
+        raise ValueError(f"Unknown {cls.__name__} {value!r}.{hint} Choose {messages.names(known)}.")
 
     @classmethod
     def list(cls) -> builtins.list[str]:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import messages
 from ..data.worker_processes import explain_lost_worker
 from ..strategies.base import Strategy
+from ..strategies.precision.mixed import MixedPrecision
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class PreparedModel:
         if self._any_method is not None:
             self._any_method.forward = step
             step = self._any_method
-        if self._output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
+        if self._output_dtype == "fp32" and isinstance(strategy.precision, MixedPrecision):
             step = partial(_in_float32, step)
         evaluate = strategy.bind_step(step, self._wrapped)
         train = evaluate if self.frozen else strategy.bind_step(step, self._wrapped, training=True)

@@ -23,7 +23,7 @@ def time_methods(owner: Any, parts: Mapping[str, str], observers: Sequence[OwnLo
     own = vars(owner)
     if UNTIMED in own:
         for name in parts:
-            del own[name]
+            own.pop(name, None)
         own.update(own.pop(UNTIMED))
     if observers:
         own[UNTIMED] = {name: own[name] for name in parts if name in own}

@@ -227,6 +227,9 @@ class ParallelismConfig:
                 "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out. Layers are still "
                 "split the same way, but communication does not overlap with matrix multiplications."
             )
+        for dim, handler in (("cp", self.cp_handler), ("tp", self.tp_handler)):
+            if self.size(dim) == 1:
+                messages.ignored(type(self).__name__, f"{dim}_size is 1", **{f"{dim}_handler": handler})
         found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
         if self.cp_enabled:
             found["context_parallel_dims"] = {}  # the loop splits sequences with maybe_context_parallel

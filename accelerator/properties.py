@@ -127,26 +127,22 @@ class AcceleratorProperties(Processes):
     @property
     def tensor_parallel_rank(self) -> int:
         """Rank of this process in the group that splits layers."""
-        return self._place_on("tp")
+        return self.strategy.place_on("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
         """Rank of this process in the group that holds successive layers."""
-        return self._place_on("pp")
+        return self.strategy.place_on("pp")
 
     @property
     def context_parallel_rank(self) -> int:
         """Rank of this process in the group that splits sequences."""
-        return self._place_on("cp")
+        return self.strategy.place_on("cp")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Rank of this process in the group that shards one copy of the model."""
-        return self._place_on("dp_shard")
-
-    def _place_on(self, axis: str) -> int:
-        place_on = getattr(self.strategy, "place_on", None)
-        return 0 if place_on is None else place_on(axis)
+        return self.strategy.place_on("dp_shard")
 
     @property
     def fp8_backend(self) -> FP8BackendType | None:
@@ -169,9 +165,9 @@ class AcceleratorProperties(Processes):
         return raised
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if a device map places the model on several devices."""
-        found = getattr(model, "hf_device_map", None) or {}
-        return len(set(found.values())) > 1
+        """Return True if a device map places the model, or a part of it, on several devices."""
+        maps = (vars(part).get("hf_device_map") or {} for part in model.modules())
+        return any(len(set(found.values())) > 1 for found in maps)
 
     def print_config(self) -> None:
         """Print every setting and where its value comes from."""

@@ -55,7 +55,7 @@ class Folders:
         """Return the number of the next save, which is higher than that of any save in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
-            found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
+            found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
             self.sequence = max([self.sequence, *found])
         self.sequence += 1
         return self.sequence
@@ -139,7 +139,7 @@ class Folders:
         if limit is None:
             return
         found = dict.fromkeys([*states_in(newest.parent), *(folder / STATE for folder in self.folders)])
-        known = {state: one for state in found if (one := _known(state)) and one.line == self.line}
+        known = {state: one for state in found if (one := manifest.read_or_none(state)) and one.line == self.line}
         order = sorted(known, key=lambda state: known[state].sequence)
         for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
             try:
@@ -159,13 +159,6 @@ def states_in(folder: Location) -> Iterator[Location]:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and (entry / STATE).exists():
                 yield entry / STATE
-
-
-def _known(state: Location) -> manifest.Manifest | None:
-    try:
-        return manifest.read(state)
-    except (OSError, ValueError):
-        return None
 
 
 def _next_numbered(folder: Location, config: Any) -> Location:
@@ -209,10 +202,10 @@ def _nothing_in(where: Location) -> str:
 
 def newer_of_its_run(state: Location) -> str | None:
     """Return the folder of a later state of the same run in the same parent folder, or None if there is none."""
-    own = _known(state)
+    own = manifest.read_or_none(state)
     if own is None:
         return None
-    found = ((one, known) for one in states_in(state.parent.parent) if (known := _known(one)))
+    found = ((one, known) for one in states_in(state.parent.parent) if (known := manifest.read_or_none(one)))
     return next(
         (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
     )

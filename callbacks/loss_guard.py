@@ -288,7 +288,7 @@ class _WayBack:
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
-            known = None if path is None else _manifest(path)
+            known = None if path is None else manifest.read_or_none(path)
             before = newest if path is None else known.sequence if known is not None else 0
         self._began = path, before, newest
         self.last_good = min(self.last_good[0], trainer.global_step - 1), *self.last_good[1:]
@@ -342,7 +342,7 @@ class _WayBack:
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
             run, folder, depth = callback.state_dict()["run"], callback.dirpath, (callback.filename or "").count("/")
             for path in manifest.checkpoints_in(folder, depth) if folder else ():
-                known = _manifest(path)
+                known = manifest.read_or_none(path)
                 if known is None or known.weights_only or run not in known.runs or before < known.sequence <= newest:
                     continue
                 found.add(_Saved(known.sequence, known.global_step, str(path)))
@@ -358,13 +358,6 @@ def _spoiled(trainer: Trainer) -> bool:
     if strategy.world_size == 1:
         return mine
     return strategy.reduce(torch.tensor([mine], dtype=torch.float64), "mean", strategy.host_group).item() > 0
-
-
-def _manifest(path: Any) -> manifest.Manifest | None:
-    try:
-        return manifest.read(path)
-    except (OSError, ValueError):  # damaged, or deleted in the meantime
-        return None
 
 
 class _Before:

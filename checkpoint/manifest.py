@@ -149,6 +149,14 @@ def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
         return read_file(stream)
 
 
+def read_or_none(path: str | os.PathLike[str] | Remote) -> Manifest | None:
+    """Like :func:`read`, but also return None if the checkpoint is damaged, unreachable or gone."""
+    try:
+        return read(path)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
 def read_folder(path: Location) -> Manifest:
     """Return the manifest of a checkpoint folder.
 

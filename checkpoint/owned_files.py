@@ -34,12 +34,12 @@ class RunFiles:
 
     def is_ours(self, path: str) -> bool:
         """Return True if this run wrote the file at a path, either now or before it was resumed."""
-        found = _manifest(path)
+        found = manifest.read_or_none(path)
         return found is not None and self.mark in found.runs
 
     def step_of(self, path: str) -> int | None:
         """Return the step of a checkpoint that this run wrote; None for any other file."""
-        found = _manifest(path) if path else None
+        found = manifest.read_or_none(path) if path else None
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
@@ -57,10 +57,12 @@ class RunFiles:
 
         The search goes up to ``depth`` folders down.
         """
-        start = _manifest(path)
+        start = manifest.read_or_none(path)
         if start is None:
             return []
-        found = ((str(other), _manifest(str(other))) for other in manifest.checkpoints_in(self.folder, depth))
+        found = (
+            (str(other), manifest.read_or_none(str(other))) for other in manifest.checkpoints_in(self.folder, depth)
+        )
         return [other for other, it in found if it and it.line == self.line and it.sequence > start.sequence]
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
@@ -99,10 +101,3 @@ class RunFiles:
             if location(path).exists():
                 return path
         return saved if os.path.isabs(saved) and os.path.exists(saved) else None
-
-
-def _manifest(path: str) -> manifest.Manifest | None:
-    try:
-        return manifest.read(path)
-    except (OSError, ValueError):  # an unreadable file cannot be recognized as this run's
-        return None

@@ -215,16 +215,28 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 
 
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Warn if a run resumes within an epoch of data that the saved ranks had split in another way."""
-    datasets = [getattr(leaf, "dataset", None) for leaf in leaves_of(loader)]
-    names = [type(dataset).__name__ for dataset in datasets if splits_itself(dataset)]
-    if names and not _counts_all_ranks(state):
+    """Warn if a position within an epoch of streams was saved by another number of ranks, so that it fits only roughly.
+
+    Streams that split themselves by rank give this number of ranks other samples. Several workers take turns in larger
+    or smaller rounds, so each of them has read up to another place.
+    """
+    if _counts_all_ranks(state):
+        return
+    for leaf in leaves_of(loader):
+        dataset, workers = getattr(leaf, "dataset", leaf), getattr(leaf, "num_workers", 0)
+        name = type(getattr(whole_of(leaf), "dataset", leaf)).__name__
+        if splits_itself(dataset):
+            why, instead = f"{name} decides by itself which samples each rank reads", "do not split it by rank yourself"
+        elif isinstance(dataset, IterableDataset) and workers > 1:
+            why, instead = f"{workers} workers read {name} in turns", "use at most one worker"
+        else:
+            continue
         messages.warn_once(
-            f"The saved run had another number of ranks, and {names[0]} decides by itself which samples each rank "
-            "reads. Its position does not apply to this number of ranks, so the rest of this epoch repeats some "
-            "samples and leaves out others; the next epoch is complete. To avoid that, finish the epoch with the saved "
-            "number of ranks, or do not split the dataset by rank yourself."
+            f"The saved run had another number of ranks, and {why}. So its position fits this number of ranks only "
+            "roughly: the rest of this epoch may repeat some samples and leave out others. The next epoch is complete. "
+            f"To avoid that, finish the epoch with the saved number of ranks, or {instead}."
         )
+        return
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:

@@ -22,11 +22,15 @@ def num_ranks_of(dataset: Any) -> int | None:
 
 
 def splits_shards(dataset: Any) -> bool:
-    """Return True if a WebDataset pipeline gives each rank its own shards, whatever the number of ranks."""
+    """Return True if a WebDataset pipeline gives each rank its own shards, whatever the number of ranks.
+
+    A ``WebLoader`` is a pipeline too, whose first stage is a loader of such a dataset.
+    """
     stages = getattr(dataset, "pipeline", None)
     if not isinstance(stages, list):
         return False
-    return any(getattr(getattr(stage, "func", stage), "__name__", "") == "split_by_node" for stage in stages)
+    names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages]
+    return "split_by_node" in names or any(splits_shards(getattr(stage, "dataset", None)) for stage in stages)
 
 
 def splits_itself(dataset: Any) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import manifest
-from ..checkpoint.storage import location
 from . import system_info
 from .record import FORMAT, NAME, PARTS, SUFFIX
 
@@ -211,7 +210,7 @@ class History:
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
         marks: set[str] = set()
-        known = {path: read for path in self._candidates() if (read := _manifest(path)) is not None}
+        known = {path: read for path in self._candidates() if (read := manifest.read_or_none(path)) is not None}
         for path in found:
             marks.update(known[path].runs if path in known else ())
         begin = min((start.facts["time"] for start in self.starts), default=0.0)
@@ -366,13 +365,6 @@ def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
         if seconds > 0:
             yield row["updates"], seconds, row["updates"] - before["updates"], row["batches"] - before["batches"]
         before = row
-
-
-def _manifest(path: str) -> manifest.Manifest | None:
-    try:
-        return manifest.read(location(path))
-    except (OSError, ValueError, ImportError):
-        return None
 
 
 def _when(written: str) -> float:

@@ -91,6 +91,15 @@ class Communication:
         """Number of shares that the data is split into."""
         return self.world_size
 
+    def place_on(self, axis: str) -> int:
+        """Return this process's coordinate along a dimension of parallelism, 0-based.
+
+        Args:
+            axis: ``"pp"``, ``"dp_replicate"``, ``"dp_shard"``, ``"cp"`` or ``"tp"``. The coordinate is 0 along a
+                dimension that this strategy does not use.
+        """
+        return self.global_rank if axis == "dp_replicate" else 0
+
     @property
     def data_group(self) -> Any:
         """A process group with one process for each share of the data; None means all processes."""

@@ -114,9 +114,10 @@ def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
     """
     if sizes["sp"] > 1:
         raise NotImplementedError(
-            f"{written} splits sequences with DeepSpeed's Ulysses, which is not supported. Use cp_size={sizes['sp']} "
-            "instead of sp_size: it splits sequences across as many processes, works with every model whose attention "
-            "is scaled_dot_product_attention, and shards parameters."
+            f"{written} splits sequences with DeepSpeed's Ulysses attention, which is not supported. Use "
+            f"cp_size={sizes['sp']} without DeepSpeed instead: put each step into accelerator.maybe_context_parallel("
+            "buffers=..., buffer_seq_dims=...), which splits the batch. It works with all models whose attention is "
+            "scaled_dot_product_attention, and parameters are sharded."
         )
     return {argument: sizes[dim] for dim, argument in SIZES.items()}
 

@@ -464,6 +464,7 @@ NOT_PUBLIC = {
     "argparse": {"_option_string_actions"},
     "torchmetrics": {"_copy_state_dict", "_forward_cache", "_reduce_states", "_to_sync", "_update_count"},
     "transformers": {"_init_weights", "_model_mapping", "_no_split_modules", "_tied_weights_keys"},
+    "datasets": {"_ex_iterable"},
     "deepspeed": {"_hp_mapping"},
     "accelerate": {"_hf_hook", "_old_forward"},
     "paceline": {"_split_over"},

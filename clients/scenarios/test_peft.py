@@ -1,4 +1,4 @@
-"""peft: LoRA under a Trainer, under trl, and in a loop with an Accelerator."""
+"""peft: LoRA under a Trainer, also on quantized weights, under trl, and in a loop with an Accelerator."""
 
 from __future__ import annotations
 
@@ -41,6 +41,29 @@ def test_trainer(record_losses: Callable[..., None], more: dict[str, Any], proce
         return losses.seen
 
     record_losses(train, processes)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "more"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, {}),
+        ({"load_in_8bit": True}, {"optim": "adamw_bnb_8bit"}),
+    ],
+    ids=["4 bits", "8 bits"],
+)
+def test_quantized(record_losses: Callable[..., None], quantization: dict[str, Any], more: dict[str, Any]) -> None:
+    def train(folder: Path) -> list[float]:
+        tiny.language_model().save_pretrained(folder / "whole")
+        config = transformers.BitsAndBytesConfig(**quantization)
+        loaded = {"quantization_config": config, "device_map": "cpu"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", **loaded)
+        model = peft.get_peft_model(peft.prepare_model_for_kbit_training(model), lora())
+        losses, arguments = tiny.Losses(), transformers.TrainingArguments(**tiny.settings(folder, **more))
+        run = transformers.Trainer(model, arguments, train_dataset=tiny.tokens(64), callbacks=[losses])
+        run.train()
+        return losses.seen
+
+    record_losses(train)
 
 
 def test_fine_tuning(record_losses: Callable[..., None]) -> None:

@@ -251,8 +251,9 @@ def miscounts(found: dict[int, list[dict[str, Any]]]) -> str:
 
 def cell_result(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """Run a cell; return its result."""
-    kept = folder / "kept"
-    problem = run(cell, data, folder / "whole", folder / "never", cell.before)
+    kept, problem = folder / "kept", ""
+    if cell.before == cell.after:
+        problem = run(cell, data, folder / "whole", folder / "never", cell.before)
     for name, world, kills in (("killed", cell.before, True), ("resumed", cell.after, False)):
         problem = problem or run(cell, data, folder / name, kept, world, kills)
     said = "".join(path.read_text(errors="replace") for path in folder.glob("resumed/output*.txt"))

@@ -16,7 +16,6 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from ... import messages
-from ...accelerator.enums import Word
 from ...accelerator.nested_tensors import leaves, recursively_apply
 from ...accelerator.operations import DistributedOperationException
 from ...accelerator.process_state import PartialState
@@ -189,49 +188,13 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+#: Arguments for 8-bit training.
+Backend = Literal["MSAMP", "TE"]
+OptLevel = Literal["O1", "O2"]
+FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxComputeAlgorithm = Literal["max", "most_recent"]
 #: torch's version, without a suffix such as ``+cpu``.
 torch_version = Version(Version(torch.__version__).base_version)
-
-
-class EnumWithContains(type(Enum)):  # type: ignore[misc]
-    """Metaclass of enumerations that know their values with ``in``."""
-
-    def __contains__(cls, item: Any) -> bool:
-        try:
-            cls(item)
-        except ValueError:
-            return False
-        return True
-
-
-class Backend(Word):
-    """Packages for 8-bit training."""
-
-    AO = "AO"
-    MSAMP = "MSAMP"
-    TE = "TE"
-
-
-class FP8Format(Word):
-    """Formats of 8-bit numbers."""
-
-    E4M3 = "E4M3"
-    HYBRID = "HYBRID"
-    E5M2 = "E5M2"
-
-
-class AmaxComputeAlgorithm(Word):
-    """How scales of 8-bit tensors follow from earlier values."""
-
-    MAX = "max"
-    MOST_RECENT = "most_recent"
-
-
-class OptLevel(Word):
-    """Levels of 8-bit training."""
-
-    O1 = "O1"
-    O2 = "O2"
 
 
 class ConversionStatus(Enum):

@@ -23,8 +23,8 @@ _PLACES = {
     "compat.accelerate.accelerator": "Accelerator",
     "compat.accelerate.configs": "ParallelismConfig TorchDynamoPlugin",
     "accelerator.enums": (
-        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
-        "LoggerType PrecisionType RNGType SageMakerDistributedType"
+        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend EnumWithContains "
+        "FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
     "accelerator.kwargs_handlers": (
         "AORecipeKwargs AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs "
@@ -86,7 +86,7 @@ _PLACES = {
         "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin"
     ),
     "compat.accelerate.details": (
-        "AmaxComputeAlgorithm Backend CPUInformation ConversionStatus EnumWithContains FP8Format OptLevel "
+        "AmaxComputeAlgorithm Backend CPUInformation ConversionStatus FP8Format OptLevel "
         "ProfilerActivity SharedDict TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT ThreadLocalSharedDict chained_operation "
         "check_cuda_p2p_ib_support check_device_same deepspeed_required disable_fsdp_ram_efficient_loading do_nothing "
         "enable_fsdp_ram_efficient_loading filter_linear_layers find_first_last_linear_layers gather_tensor_shape "

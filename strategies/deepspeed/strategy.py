@@ -123,6 +123,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             return super().init_context()
         return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
 
+    def place_on(self, axis: str) -> int:
+        return self.global_rank if axis == "dp_shard" else 0
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
             return module  # already in place

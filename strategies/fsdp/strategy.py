@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as dtensor_empty
-from torch.distributed.tensor.experimental import implicit_replication
 from typing_extensions import Unpack
 
 from ... import messages
@@ -199,6 +198,10 @@ class FSDPStrategy(DistributedStrategy):
             )
         return (replicate, shard)
 
+    def place_on(self, axis: str) -> int:
+        replicate, shard = divmod(self.global_rank, self._mesh_shape()[-1])
+        return {"dp_replicate": replicate, "dp_shard": shard}.get(axis, 0)
+
     def _mesh(self) -> DeviceMesh:
         if self.device_mesh is None:
             shape = self._mesh_shape()
@@ -291,7 +294,7 @@ class FSDPStrategy(DistributedStrategy):
         waiting.unfilled = materializer.unfilled
         waiting.take_memory(module, torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device)
         for parameter in self._ignored_parameters():  # cpu_offload does not apply to these
-            parameter.data = parameter.data.to(self.device)
+            move_in_place(parameter, self.device)
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
@@ -488,8 +491,12 @@ class FSDPStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if self._has_plain_parameters:
+            from torch.distributed.tensor.experimental import implicit_replication  # importing it takes 0.1 s
+
             sharded_tensors.settle(parameters_of(optimizer))
-        with implicit_replication() if self._has_plain_parameters else nullcontext():
+            with implicit_replication():
+                stepped = super().optimizer_step(optimizer, closure)
+        else:
             stepped = super().optimizer_step(optimizer, closure)
         self.requires_grad_changed()
         return stepped

@@ -71,12 +71,12 @@ class SplitSequences:
         ]
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.data = part
-        self._whole, self.attention.padded = whole, False
+        self._whole = whole
         try:
             with self.attention:
                 yield
         finally:
-            self._whole = {}
+            self._whole, self.attention.padded = {}, False
             for tensor in tensors:
                 if id(tensor) not in kept:
                     tensor.data = whole[id(tensor)]
@@ -89,8 +89,8 @@ class SplitSequences:
         """
 
         def forward_without(*args: Any, **kwargs: Any) -> Any:
-            mask = kwargs.get("attention_mask")
-            whole = self._whole.get(id(mask))
+            self.attention.padded = False
+            whole = self._whole.get(id(kwargs.get("attention_mask")))
             if whole is None or whole.dim() != 2:
                 return forward(*args, **kwargs)
             counts = whole != 0

@@ -18,7 +18,12 @@ from paceline import Accelerator, PartialState
 from paceline.accelerator.general_tracker import GeneralTracker
 from paceline.accelerator.kwargs_handlers import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from paceline.accelerator.loaders import DataLoaderConfiguration
-from paceline.accelerator.parallelism_config import ParallelismConfig, TorchContextParallelConfig
+from paceline.accelerator.parallelism_config import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from paceline.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -90,7 +95,9 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: DistributedDataParallelKwargs(check_reduction=True), "check_reduction=True", "always"),
     (lambda: GradientAccumulationPlugin(adjust_scheduler=False), "adjust_scheduler=False", "once per update"),
     (lambda: _accelerator(dynamo_plugin=TorchDynamoPlugin(mode="default")), "mode='default'", "no backend"),
-    (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()), "cp_handler=", "split sequences"),
+    (lambda: ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig()), "sp_handler=", "by cp_size"),
+    (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()).options(), "cp_handler=", "cp_size is 1"),
+    (lambda: ParallelismConfig(tp_handler=TorchTensorParallelConfig()).options(), "tp_handler=", "tp_size is 1"),
     *(
         (lambda one=one: FullyShardedDataParallelPlugin(**one).options(), next(iter(one)), "FSDP2")
         for one in (

@@ -94,7 +94,7 @@ def test_arguments_of_the_strategy() -> None:
 
 
 def test_what_there_is_not_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"sp_size=3\) splits sequences with DeepSpeed's.*Use cp_size=3"):
+    with pytest.raises(NotImplementedError, match=r"sp_size=3\) splits sequences with DeepSpeed's.* Use cp_size=3"):
         ParallelismConfig(sp_size=3).options()
     with pytest.raises(NotImplementedError, match="enable_async_tp"):
         ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True)).options()

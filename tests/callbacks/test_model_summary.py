@@ -165,6 +165,18 @@ def test_an_example_input_that_does_not_fit_warns_and_the_rest_is_shown() -> Non
     assert not module.net._forward_hooks
 
 
+def test_sizes_by_layer_are_those_of_the_forward_pass_and_unknown_elsewhere() -> None:
+    summary = summarize(Net())
+    assert summary.layer_names == ["layer", "net", "embedding", "head"]
+    assert summary.in_sizes == ["?", [2, 1, 8, 8], "?", [2, 10]]
+    assert summary.out_sizes == ["?", [2, 10], "?", [2, 10]]
+    deep = summarize(Net(), -1)
+    assert dict(zip(deep.layer_names, deep.out_sizes, strict=True))["net.0"] == [2, 8, 6, 6]
+    module = Net()
+    module.example_input_array = None
+    assert set(summarize(module).in_sizes) == {"?"}
+
+
 def test_the_table_lines_up() -> None:
     lines = str(summarize(Net(), -1)).splitlines()
     header, rows = lines[0], lines[2:11]

@@ -19,9 +19,9 @@ from paceline.compat.accelerate.accelerator import Accelerator
 #: How many tokens of each sample count, and the sum of their losses.
 TOKENS = torch.tensor([3, 1, 5, 2, 4, 1, 1, 6, 2, 3, 5, 1, 4])
 SUMS = TOKENS * torch.tensor([1.0, 4, 2, 8, 5, 7, 3, 0, 6, 9, 1, 4, 2], dtype=torch.float64)
-SHARED = [({}, 13, 4), ({}, 1, 4)]
 #: Configurations, numbers of samples, and sizes of a process's batches.
-SHAPES = [*SHARED, ({}, 8, 2), ({}, 2, 1), ({"split_batches": True}, 11, 2), ({"dispatch_batches": True}, 13, 4)]
+ONE_SHAPE = [({}, 13, 4)]
+SHAPES = [({}, 1, 4), ({}, 8, 2), ({}, 2, 1), ({"split_batches": True}, 11, 2), ({"dispatch_batches": True}, 13, 4)]
 
 
 class Stream(IterableDataset[int]):
@@ -83,9 +83,7 @@ def evaluate(shapes: list[tuple[dict[str, bool], int, int]]) -> None:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
         world = accelerator.num_processes
         data: Any = Stream(samples) if "dispatch_batches" in config else list(range(samples))
-        for by_tokens, collate in itertools.product(
-            (True, False), SAMPLES if (config, samples) == ({}, 13) else (None,)
-        ):
+        for by_tokens, collate in itertools.product((True, False), SAMPLES if shapes is ONE_SHAPE else (None,)):
             whole = DataLoader(data, size * world if "split_batches" in config else size, collate_fn=collate)
             loss, seen = evaluated(accelerator, accelerator.prepare(whole), by_tokens, collate)
             shape = f"{samples} samples in batches of {size}, {config}, {by_tokens=}, {collate}"
@@ -95,8 +93,8 @@ def evaluate(shapes: list[tuple[dict[str, bool], int, int]]) -> None:
 
 def test_a_loss_gathered_once_per_sample_is_that_of_one_process() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    evaluate(SHARED)
-    ranks(2, evaluate, SHARED)
+    evaluate(ONE_SHAPE)
+    ranks(2, evaluate, ONE_SHAPE)
     ranks(3, evaluate, SHAPES)
 
 

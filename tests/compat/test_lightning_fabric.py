@@ -203,6 +203,31 @@ class Program(Fabric):
         return self.seed_everything(seed=3)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_tensors_and_layers_are_created_in_the_dtype_of_the_precision(precision: Any) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
+    for context in (fabric.init_tensor, fabric.init_module, fabric.sharded_model):
+        with context():
+            assert torch.zeros(2).dtype == nn.Linear(1, 1).weight.dtype == dtype
+    assert torch.zeros(2).dtype == torch.float32
+
+
+def _orders(local: bool) -> list[int]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    before = []
+    with fabric.rank_zero_first(local):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        before.append(store.add("ran", 1))
+    return before
+
+
+def test_rank_zero_runs_first() -> None:
+    for local in (False, True):
+        assert ranks(2, _orders, local) == [[1], [2]]
+
+
 def test_a_subclass_runs_and_callbacks_are_called() -> None:
     recorder = Recorder()
     assert Program(accelerator="cpu", callbacks=recorder).run(0.1) == 3

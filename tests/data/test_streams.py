@@ -80,13 +80,28 @@ def test_a_position_that_counts_all_ranks_is_used_by_another_number_of_ranks() -
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    [{"_distributed": SimpleNamespace(rank=0, world_size=1)}, {"pipeline": [len, split_by_node]}],
-    ids=["datasets", "webdataset"],
+    ("attributes", "workers", "why"),
+    [
+        ({"_distributed": SimpleNamespace(rank=0, world_size=1)}, 0, "Stream decides by itself"),
+        ({"pipeline": [len, split_by_node]}, 0, "Stream decides by itself"),
+        ({}, 2, "2 workers read Stream in turns"),
+    ],
+    ids=["datasets", "webdataset", "workers"],
 )
-def test_an_inexact_position_in_data_that_split_themselves_is_told(attributes: dict[str, Any]) -> None:
-    loader = DataLoader(Stream(**attributes), 2)
-    with pytest.warns(messages.PacelineWarning, match="Stream decides by itself which samples each rank reads"):
+def test_a_position_that_fits_another_number_of_ranks_only_roughly_is_told(
+    attributes: dict[str, Any], workers: int, why: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    for alike in (DataLoader(Stream(), 2, num_workers=1), [[1]], Stream(pipeline=[DataLoader(Stream(), 2)])):
+        load_loader_state(alike, None, mid_epoch=True, same_ranks=False)
+    assert not recwarn
+    loader = DataLoader(Stream(**attributes), 2, num_workers=workers)
+    with pytest.warns(messages.PacelineWarning, match=why):
+        load_loader_state(loader, None, mid_epoch=True, same_ranks=False)
+
+
+def test_so_is_one_in_a_web_loader_which_is_no_data_loader() -> None:
+    loader = Stream(pipeline=[DataLoader(Stream(pipeline=[split_by_node]), 2)])
+    with pytest.warns(messages.PacelineWarning, match="Stream decides by itself"):
         load_loader_state(loader, None, mid_epoch=True, same_ranks=False)
 
 

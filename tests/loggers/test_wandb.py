@@ -107,6 +107,44 @@ def test_a_failed_run_is_finished_as_failed_and_can_go_on_under_its_id(
     assert first.stem == f"run-{logger.version}"
 
 
+@pytest.mark.parametrize("open_run", [False, True])
+def test_an_artifact_is_downloaded_and_used_by_the_open_run(
+    open_run: bool, offline_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service is a folder."""
+    import wandb
+
+    asked: list[Any] = []
+
+    class Stored:
+        def download(self, root: str | None = None) -> str:
+            folder = Path(root or offline_wandb / "artifacts")
+            folder.mkdir(parents=True)
+            (folder / "model.ckpt").write_text("weights")
+            return str(folder)
+
+    def find(name: str, type: str | None = None) -> Stored:
+        asked.append((name, type))
+        return Stored()
+
+    logger = WandbLogger(save_dir=offline_wandb, offline=True)
+    if open_run:
+        monkeypatch.setattr(logger.experiment, "use_artifact", find)
+        monkeypatch.setattr(wandb, "Api", None)
+        assert isinstance(logger.use_artifact("me/project/data:v0", "dataset"), Stored)
+    else:
+        monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(artifact=find))
+    folder = WandbLogger.download_artifact("me/project/model-abc:best", offline_wandb / "here", "model")
+    assert Path(folder, "model.ckpt").read_text() == "weights"
+    assert Path(folder) == offline_wandb / "here"
+    assert asked[-1] == ("me/project/model-abc:best", "model")
+    if open_run:
+        monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(artifact=find))
+        monkeypatch.delattr(logger.experiment, "use_artifact")
+        assert WandbLogger.download_artifact("x:v0", use_artifact=False) == str(offline_wandb / "artifacts")
+    logger.close()
+
+
 def test_checkpoints_become_artifacts_when_written_or_at_the_end(offline_wandb: Path, read_wandb: Records) -> None:
     files = {name: offline_wandb / name for name in ("a.ckpt", "b.ckpt", "last.ckpt")}
     for age, path in enumerate(files.values()):

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.data import DataLoader
 
 from paceline import Trainer, TrainingModule
@@ -33,6 +33,7 @@ from paceline.processes.cluster_environment import Cluster
 from paceline.strategies import ModelParallelStrategy, Strategy
 from paceline.strategies.model_parallel.context_parallel import SplitSequences, check_layers
 from paceline.strategies.model_parallel.strategy import find_sizes
+from paceline.torch_private import current_function_mode
 
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
 QUIET: dict[str, Any] = {
@@ -573,6 +574,26 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
                 check_layers(module)
 
     ranks(2, partial(_with_group, run))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_that_backward_repeats_run_inside_the_context(device: str) -> None:
+    no_mesh: Any = None
+    attention, seen = SplitSequences(no_mesh, {}).attention, []
+
+    def layer(x: Tensor) -> Tensor:
+        seen.append(current_function_mode() is attention)
+        return x.sin()
+
+    x = torch.ones(2, device=device, requires_grad=True)
+    with attention:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        loss = checkpoint(layer, x, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            loss.backward()
+        loss.backward(torch.ones(2, device=device))
+    assert seen == [True] * 4
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
 def _with_group(run: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.big_model.quantized_layers import quantized_layers
+from paceline.callbacks.throughput_monitor import compute_dtype
 from paceline.estimate.memory_estimate import estimate_memory
 from paceline.strategies import BitsandbytesPrecision, DDPStrategy, FSDPStrategy
 
@@ -195,6 +196,8 @@ def test_both_doors_train_the_same_weights(trainer: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     same(accelerator.unwrap_model(net).state_dict(), module.net.state_dict())
+    assert net(batches()[0][0]).dtype == torch.float32  # as under every mixed precision, for the loss
+    assert [compute_dtype(name) for name in ("bnb.nf4", "bf16-mixed")] == ["bfloat16"] * 2
 
 
 @pytest.mark.parametrize("optimizer", [bnb.optim.AdamW8bit, bnb.optim.Lion8bit])
