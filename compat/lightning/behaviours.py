@@ -86,6 +86,7 @@ def install(version: str) -> None:
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     _change_loggers()
     _change_callbacks()
+    _change_summaries()
     _change_tuner()
     _replace_methods()
     _translate_errors()
@@ -117,19 +118,10 @@ def _change_callbacks() -> None:
     from ...callbacks.early_stopping import EarlyStopping
     from ...callbacks.finetuning import BackboneFinetuning
     from ...callbacks.model_checkpoint import ModelCheckpoint
-    from ...callbacks.model_summary import ModelSummary
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
     from ...callbacks.weight_averaging import EMAWeightAveraging
-    from .callbacks import (
-        handing_over_columns,
-        keep_keywords,
-        print_columns,
-        raising_runtime_error,
-        refusing_uncalled,
-        stats_hooks,
-        warning_without_validation,
-    )
+    from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
 
     tests: Any = import_module("paceline.tuner.lr_range_test")
     range_test, curve = tests.RangeTest, tests.LossCurve
@@ -162,8 +154,6 @@ def _change_callbacks() -> None:
             (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
-            (ModelSummary, "__init__"): keep_keywords(ModelSummary.__init__),
-            (ModelSummary, "_hand_over"): handing_over_columns(ModelSummary._hand_over),
             (StochasticWeightAveraging, "_begin"): begin_averaging,
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
@@ -173,8 +163,6 @@ def _change_callbacks() -> None:
         }
     )
 
-    summary: Any = ModelSummary
-    summary.summarize = staticmethod(print_columns)
     BackboneFinetuning._every_optimizer = True
     of_epochs = EMAWeightAveraging.should_update
 
@@ -186,6 +174,19 @@ def _change_callbacks() -> None:
     _replace({(EMAWeightAveraging, "should_update"): should_update})
     for name, hook in stats_hooks().items():
         setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
+
+
+def _change_summaries() -> None:
+    from ...callbacks.model_summary import ModelSummary
+    from .callbacks import handing_over_columns, keep_keywords, print_columns
+
+    _replace(
+        {
+            (ModelSummary, "__init__"): keep_keywords(ModelSummary.__init__),
+            (ModelSummary, "_hand_over"): handing_over_columns(ModelSummary._hand_over),
+        }
+    )
+    setattr(ModelSummary, "summarize", staticmethod(print_columns))  # noqa: B010
 
 
 def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -> None:

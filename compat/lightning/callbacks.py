@@ -100,7 +100,7 @@ def keep_keywords(init: Callable[..., None]) -> Callable[..., None]:
 
     def create(callback: Any, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         init(callback, max_depth)
-        callback._summarize_kwargs = summarize_kwargs
+        callback.summarize_kwargs = summarize_kwargs
 
     return create
 
@@ -115,7 +115,7 @@ def handing_over_columns(hand_over: Callable[..., None]) -> Callable[..., None]:
             return
         totals = (summary.total_parameters, summary.trainable_parameters, summary.model_size)
         given = (_columns_of(summary), *totals, summary.total_training_modes)
-        keywords = {"total_flops": summary.total_flops or 0} | getattr(callback, "_summarize_kwargs", {})
+        keywords = {"total_flops": summary.total_flops or 0} | getattr(callback, "summarize_kwargs", {})
         try:
             signature(callback.summarize).bind(*given, **keywords)
         except TypeError:
