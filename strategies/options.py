@@ -44,9 +44,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.deepspeed is not None and (self.fsdp is not None or self.mesh is not None):
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
+            if (self.mesh or {}).get("context_parallel_dims") == "loader":
+                why, mend = "sp_size works without DeepSpeed and shards parameters itself", "Leave DeepSpeed out"
+            else:
+                why, mend = "DeepSpeed splits the model itself", "Leave one out"
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
-                "Leave one out (it may come from the setting use_deepspeed, use_fsdp or use_parallelism_config)."
+                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (it may come from the "
+                "setting use_deepspeed, use_fsdp or use_parallelism_config)."
             )
 
     @property

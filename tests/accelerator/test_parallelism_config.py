@@ -96,6 +96,9 @@ def test_arguments_of_the_strategy() -> None:
 
 
 def test_what_there_is_not_is_refused() -> None:
+    mesh = ParallelismConfig(sp_size=2)
+    with pytest.raises(ValueError, match=r"sp_size=2\) contradict .* works without DeepSpeed .* Leave DeepSpeed out"):
+        Options(deepspeed={}, mesh=mesh.options(), written={"deepspeed": "use_deepspeed", "mesh": mesh.written})
     with pytest.raises(NotImplementedError, match="enable_async_tp"):
         ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True)).options()
 
