@@ -82,6 +82,19 @@ def end_workers() -> None:
     gc.collect()
 
 
+@pytest.fixture
+def only_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide bitsandbytes' optimizers, which other tests import: with them, jsonargparse knows two of the name Adam."""
+    from jsonargparse import _typehints
+
+    every = _typehints.get_all_subclass_paths
+
+    def torchs(*args: Any, **kwargs: Any) -> list[str]:
+        return [path for path in every(*args, **kwargs) if not path.startswith("bitsandbytes.")]
+
+    monkeypatch.setattr(_typehints, "get_all_subclass_paths", torchs)
+
+
 @pytest.fixture(autouse=True)
 def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run each test seeded, in its own folder, with every message unsaid; put the process back as it was."""

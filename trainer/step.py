@@ -135,9 +135,9 @@ class TrainStep(ManualStep):
         if self.state.is_last_batch:
             self.finish_window()
 
-    def skip_loss(self) -> None:
+    def skip_loss(self) -> Outputs:
         """Skip a batch for which ``training_step`` returned None."""
-        self.skip()
+        return self.skip()
 
     def differentiate(self, loss: Tensor) -> None:
         """Run backward on one micro-batch."""

@@ -206,7 +206,7 @@ _LEFT_OUT = {
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING convert_config_to_fsdp2 load_config to_fsdp2_command "
         "to_fsdp2_command_parser"
     ),
-    "Paceline does not start jobs on SageMaker or TPUs. Run `paceline launch` there": (
+    "Paceline does not start jobs on SageMaker or TPU pods. Run `paceline launch` there": (
         "SageMakerConfig get_sagemaker_input sagemaker_launcher tpu_command_launcher tpu_command_parser tpu_launcher "
         "tpu_pod_launcher"
     ),

@@ -184,14 +184,14 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks, loop
+    from ...trainer import arguments, default_callbacks
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.state import RunState
-    from ...trainer.step import ClosureStep, TrainStep, detached
+    from ...trainer.step import ClosureStep, FreeStep, ManualStep, TrainStep
     from ...trainer.trainer import Trainer
     from . import plugins
 
@@ -219,6 +219,7 @@ def _replace_methods() -> None:
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
         (RunState, "x_axis"): lambda state, updates: max(updates - 1, 0) if state.fn == "fit" else updates,
+        **{(kind, "__call__"): _never_none(kind.__call__) for kind in (ClosureStep, FreeStep, ManualStep)},
         (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
     }
@@ -226,8 +227,6 @@ def _replace_methods() -> None:
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     TrainStep.clears_first = True
-    trial: Any = import_module("paceline.tuner.trial")
-    loop.detached = trial.detached = lambda output: detached(output) or {}
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -364,20 +363,30 @@ def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]
     return change
 
 
-def _count_without_loss(step: Any) -> None:
+def _never_none(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a step to return ``{}`` for a batch whose ``training_step`` returned None."""
+
+    def call(one: Any, batch: Any, batch_idx: int) -> Any:
+        output = step(one, batch, batch_idx)
+        return {} if output is None and batch is not None else output
+
+    return call
+
+
+def _count_without_loss(step: Any) -> dict[str, Any]:
     """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
     state = step.state
     if not state.window:
         step.zero_grad()
     state.window += 1
-    if state.window < step.accumulate and not state.is_last_batch:
-        return
-    if not step.scales:
+    complete = state.window >= step.accumulate or state.is_last_batch
+    if complete and not step.scales:
         step.update()
-        return
-    state.window, state.stepped = 0, True  # a loss scaler rejects a step without gradients
-    state.global_step += 1
-    state.updates += 1
+    elif complete:  # a loss scaler rejects a step without gradients
+        state.window, state.stepped = 0, True
+        state.global_step += 1
+        state.updates += 1
+    return {}
 
 
 def _returning(step: Callable[..., Any]) -> Callable[..., Any]:

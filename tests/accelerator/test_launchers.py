@@ -121,7 +121,7 @@ def test_an_accelerator_of_an_earlier_cell_is_pointed_out() -> None:
         ({"max_restarts": 1}, NotImplementedError, "max_restarts=1"),
         ({"nodes": 2}, TypeError, "unexpected argument 'nodes'"),
         ({"num_processes": -1}, ValueError, "num_processes=-1 is not a valid number of processes"),
-        ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'BF16'"),
+        ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'bf16'"),
     ],
 )
 def test_what_a_notebook_cannot_do_is_refused(given: dict[str, Any], kind: Any, match: str) -> None:

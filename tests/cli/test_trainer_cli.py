@@ -39,6 +39,7 @@ from paceline.loggers import CSVLogger, TensorBoardLogger
 from paceline.messages import PacelineWarning
 from paceline.processes.seed import SEED_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("only_torchs_optimizers")
 SHORT: dict[str, Any] = {
     "max_epochs": 1,
     "accelerator": "cpu",

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from torch import nn, optim
 
+pytestmark = pytest.mark.usefixtures("only_torchs_optimizers")
 FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "cli"
 CONFIG = f"--config={FOLDER / 'config.yaml'}"
 
