@@ -317,6 +317,9 @@ class BackboneFinetuning(BaseFinetuning):
         ValueError: for an argument out of range, contradictory learning rates, or a module without optimizers.
     """
 
+    #: Whether the backbone is added to every optimizer, instead of only to the first.
+    _every_optimizer = False
+
     def __init__(
         self,
         unfreeze_backbone_at_epoch: int = 10,
@@ -361,8 +364,8 @@ class BackboneFinetuning(BaseFinetuning):
     def _forget(self) -> None:
         super()._forget()
         self.previous_backbone_lr: float | None = None
-        self._others: list[Optimizer] = []
-        self._group: int | None = None
+        self._optimizers: list[Optimizer] = []
+        self._groups: dict[int, int | None] = {}  # where the backbone is: by optimizer, the index of the group
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.optimizers:
@@ -374,29 +377,31 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._others = trainer.optimizers[1:]
+        self._optimizers = trainer.optimizers
         super().on_train_epoch_start(trainer, pl_module)
-        self._others = []
+        self._optimizers = []
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
         self.freeze(pl_module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        if epoch < self.unfreeze_backbone_at_epoch or any(optimizer is other for other in self._others):
+        index = next((index for index, one in enumerate(self._optimizers) if one is optimizer), 0)
+        if epoch < self.unfreeze_backbone_at_epoch or (index > 0 and not self._every_optimizer):
             return
-        current = float(optimizer.param_groups[0]["lr"])
-        if self.previous_backbone_lr is None:
+        current, previous = float(optimizer.param_groups[0]["lr"]), self.previous_backbone_lr
+        if previous is None or index not in self._groups:
             rate = self._first_rate(current)
             before = len(optimizer.param_groups)
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
-            self._group = before if len(optimizer.param_groups) > before else None
+            self._groups[index] = before if len(optimizer.param_groups) > before else None
         else:
-            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = self.lambda_func(epoch + 1) * previous
             rate = min(rate, current) if self.should_align else rate
-            if self._group is not None:
-                optimizer.param_groups[self._group]["lr"] = rate
-        self.previous_backbone_lr = rate
-        if self.verbose and self._group is not None:
+        self.previous_backbone_lr, group = rate, self._groups[index]
+        if group is None:
+            return
+        optimizer.param_groups[group]["lr"] = rate
+        if self.verbose:
             messages.info(
                 f"Epoch {epoch}: learning rate {round(current, self.rounding)}, backbone {round(rate, self.rounding)}"
             )
@@ -409,11 +414,12 @@ class BackboneFinetuning(BaseFinetuning):
         return current * self.backbone_initial_ratio_lr
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"previous_backbone_lr": self.previous_backbone_lr, "group": self._group}
+        return super().state_dict() | {"previous_backbone_lr": self.previous_backbone_lr, "groups": self._groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.previous_backbone_lr, self._group = state_dict["previous_backbone_lr"], state_dict["group"]
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+        self._groups = state_dict["groups"] if "groups" in state_dict else {0: state_dict["group"]}  # or of 0.1
 
 
 _RATIO, _DENOMINATOR = 0.1, 10.0

@@ -44,7 +44,10 @@ class ModelSummary(Callback):
         if self._max_depth == 0:
             return
         # On all ranks, because the forward pass of a sharded module communicates.
-        summary = Summary(pl_module, self._max_depth, _as_trained(trainer))
+        self._hand_over(trainer, pl_module, Summary(pl_module, self._max_depth, _as_trained(trainer)))
+
+    def _hand_over(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
+        """Call :meth:`summarize`."""
         try:
             inspect.signature(self.summarize).bind(trainer, pl_module, summary)
         except TypeError:
@@ -200,15 +203,7 @@ class Summary:
 
         Long cells are wrapped between words. If that is not enough, columns are omitted and listed below the table.
         """
-        left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
-        rows, left_out = fitted(
-            self._columns(), width, ("Name", "In sizes", "Out sizes"), left_out, ("Name", "Type"), " | "
-        )
-        rule = "-" * max(len(line) for row in rows for line in row.splitlines())
-        totals = [*self._totals(), *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
-        if width is not None:
-            totals = [textwrap.fill(total, width, break_long_words=False) for total in totals]
-        return "\n".join([rows[0], rule, *rows[1:], rule, *totals])
+        return table(self._columns(), list(self._totals()), width)
 
     def _columns(self) -> list[list[str]]:
         layers = self.layers
@@ -240,6 +235,17 @@ class Summary:
             yield "Some layers share parameters; the totals count each parameter once."
         if self.has_lazy_parameters:
             yield "Some parameters get their shape in the first forward pass; the totals do not include them."
+
+
+def table(columns: list[list[str]], totals: list[str], width: int | None) -> str:
+    """Return columns, each with its heading first, and the lines below them as a table; see :meth:`Summary.text`."""
+    left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
+    rows, left_out = fitted(columns, width, ("Name", "In sizes", "Out sizes"), left_out, ("Name", "Type"), " | ")
+    rule = "-" * max(len(line) for row in rows for line in row.splitlines())
+    totals = [*totals, *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
+    if width is not None:
+        totals = [textwrap.fill(total, width, break_long_words=False) for total in totals]
+    return "\n".join([rows[0], rule, *rows[1:], rule, *totals])
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:

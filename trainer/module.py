@@ -74,15 +74,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "hparams_type"
 
+    #: False lets ``training_step`` step the optimizers itself.
+    automatic_optimization: bool = True
+    #: Example arguments of ``forward``, for summaries and exports.
+    example_input_array: Any = None
+
     _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None
     _strict_loading: bool | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.automatic_optimization: bool = True
-        self.example_input_array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         if any(map(is_in_parts, self.parameters())):

@@ -790,8 +790,11 @@ class Trainer:
 
     @property
     def enable_validation(self) -> bool:
-        """Whether this fit validates: it has a loader and a validation_step, and limit_val_batches is not 0."""
-        return self.current_run.source.validates()
+        """Whether this fit validates: it has a loader and a validation_step, and limit_val_batches is not 0.
+
+        False before the first run.
+        """
+        return self.current_run.module is not None and self.current_run.source.validates()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:

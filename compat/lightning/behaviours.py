@@ -69,6 +69,7 @@ def install(version: str) -> None:
     users: list[Any] = [default_callbacks, start_run]
     for user in users:
         user.order = functools.partial(_ordered, user.order)
+        user.check_state_keys = translated(user.check_state_keys, RuntimeError)
     default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     lightning_format.LAYOUT_VERSION = version
@@ -114,11 +115,21 @@ def _change_callbacks() -> None:
     from ...callbacks.checkpoint_retention import CheckpointKeeper
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
     from ...callbacks.early_stopping import EarlyStopping
+    from ...callbacks.finetuning import BackboneFinetuning
     from ...callbacks.model_checkpoint import ModelCheckpoint
+    from ...callbacks.model_summary import ModelSummary
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
     from ...callbacks.weight_averaging import EMAWeightAveraging
-    from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
+    from .callbacks import (
+        handing_over_columns,
+        keep_keywords,
+        print_columns,
+        raising_runtime_error,
+        refusing_uncalled,
+        stats_hooks,
+        warning_without_validation,
+    )
 
     tests: Any = import_module("paceline.tuner.lr_range_test")
     range_test, curve = tests.RangeTest, tests.LossCurve
@@ -151,6 +162,8 @@ def _change_callbacks() -> None:
             (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
+            (ModelSummary, "__init__"): keep_keywords(ModelSummary.__init__),
+            (ModelSummary, "_hand_over"): handing_over_columns(ModelSummary._hand_over),
             (StochasticWeightAveraging, "_begin"): begin_averaging,
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
@@ -160,6 +173,9 @@ def _change_callbacks() -> None:
         }
     )
 
+    summary: Any = ModelSummary
+    summary.summarize = staticmethod(print_columns)
+    BackboneFinetuning._every_optimizer = True
     of_epochs = EMAWeightAveraging.should_update
 
     def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Literal
 
 from ... import messages
 from ...callbacks.loss_guard import LossGuard
+from ...callbacks.model_summary import Summary, human_readable, table
 
 #: Private methods of Lightning's ModelCheckpoint that Paceline has no match for.
 _UNCALLED = (
@@ -91,6 +93,79 @@ def stats_hooks() -> dict[str, Callable[..., None]]:
 
     names = [f"on_{stage}_batch_{moment}" for stage in ("train", "validation", "test") for moment in ("start", "end")]
     return {name: hook(name) for name in names if name != "on_train_batch_end"}
+
+
+def keep_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ModelSummary's ``__init__`` to accept keywords for ``summarize``."""
+
+    def create(callback: Any, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        init(callback, max_depth)
+        callback._summarize_kwargs = summarize_kwargs
+
+    return create
+
+
+def handing_over_columns(hand_over: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``ModelSummary._hand_over`` to call a ``summarize`` of the user's own as Lightning does, on rank 0."""
+
+    def call(callback: Any, trainer: Any, module: Any, summary: Summary) -> None:
+        if type(callback).summarize is print_columns:
+            if trainer.is_global_zero:
+                messages.info(f"\n{summary}")
+            return
+        totals = (summary.total_parameters, summary.trainable_parameters, summary.model_size)
+        given = (_columns_of(summary), *totals, summary.total_training_modes)
+        keywords = {"total_flops": summary.total_flops or 0} | getattr(callback, "_summarize_kwargs", {})
+        try:
+            signature(callback.summarize).bind(*given, **keywords)
+        except TypeError:
+            hand_over(callback, trainer, module, summary)
+            return
+        if trainer.is_global_zero:
+            callback.summarize(*given, **keywords)
+
+    return call
+
+
+def print_columns(
+    summary_data: list[tuple[str, list[str]]],
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+    total_flops: int = 0,
+    **summarize_kwargs: Any,
+) -> None:
+    """Print a table of the columns, and the totals. It is ``ModelSummary.summarize`` with Lightning's arguments."""
+    totals = [
+        f"{human_readable(trainable_parameters):<10}Trainable params",
+        f"{human_readable(total_parameters - trainable_parameters):<10}Non-trainable params",
+        f"{human_readable(total_parameters):<10}Total params",
+        f"{model_size:<10,.3f}Size of the params (MB)",
+        *(f"{number:<10}Modules in {mode} mode" for mode, number in total_training_modes.items()),
+        f"{human_readable(total_flops):<10}FLOPs of a forward pass with example_input_array",
+    ]
+    columns = [[name, *cells] for name, cells in summary_data]
+    messages.info(f"\n{table(columns, totals, messages.columns())}")
+
+
+def _columns_of(summary: Summary) -> list[tuple[str, list[str]]]:
+    """Return the summary's columns as Lightning's ``summarize`` gets them: each a name and its cells."""
+    layers, columns = summary.layers, dict[str, list[str]]()
+    modules = [layer.training is not None for layer in layers]
+    columns[" "] = [str(number) if is_module else " " for number, is_module in enumerate(modules)]
+    columns["Name"] = [layer.name for layer in layers]
+    columns["Type"] = [layer.type for layer in layers]
+    columns["Params"] = [human_readable(layer.parameters) for layer in layers]
+    columns["Mode"] = ["train" if layer.training else "eval" for layer in layers]
+    columns["FLOPs"] = [human_readable(layer.flops or 0) for layer in layers]
+    if summary.has_sizes:
+        columns["In sizes"] = [str(layer.in_size) for layer in layers]
+        columns["Out sizes"] = [str(layer.out_size) for layer in layers]
+    for name in ("Mode", "FLOPs", "In sizes", "Out sizes"):
+        cells = columns.get(name, [])
+        cells[:] = [cell if is_module else "n/a" for cell, is_module in zip(cells, modules, strict=False)]
+    return list(columns.items())
 
 
 class SpikeDetection(LossGuard):

@@ -292,6 +292,53 @@ def test_a_resumed_run_continues_to_the_bit(
     assert len(one["param_groups"]) > 1
 
 
+class Every(BackboneFinetuning):
+    """Adds the backbone to every optimizer, as the stand-in for Lightning does."""
+
+    _every_optimizer = True
+
+
+class Second(BaseFinetuning):
+    """Adds the backbone to the second optimizer, layer by layer."""
+
+    def __init__(self, unfreeze_backbone_at_epoch: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.epoch = unfreeze_backbone_at_epoch
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if isinstance(optimizer, torch.optim.Adam) and epoch in (self.epoch, self.epoch + 1):
+            self.unfreeze_and_add_param_group(pl_module.backbone[epoch - self.epoch], optimizer, lr=0.001)
+
+
+@pytest.mark.parametrize(
+    ("cls", "rates"), [(Every, [[0.1, 0.1], [0.01, 0.01]]), (Second, [[0.1], [0.01, 0.001, 0.001]])]
+)
+def test_several_optimizers_train_what_they_are_given_and_resume_to_the_bit(
+    tmp_path: Path, cls: Any, rates: list[list[float]]
+) -> None:
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD([self.head.weight], lr=0.1, momentum=0.9)
+            return [sgd, torch.optim.Adam([self.head.bias], lr=0.01)]
+
+    def run(ckpt_path: Path | None = None) -> tuple[Net, Trainer]:
+        module, path = Two(), tmp_path / "r.ckpt"
+        fit = trainer(tmp_path, cls(1, lambda_func=lambda epoch: 50.0), SaveAt(2, path), max_epochs=5)
+        fit.fit(module, loader(), ckpt_path=ckpt_path)
+        return module, fit
+
+    (whole, first), (resumed, second) = run(), run(tmp_path / "r.ckpt")
+    assert_same(dict(resumed.state_dict()), dict(whole.state_dict()))
+    for fit in (first, second):
+        assert [[group["lr"] for group in optimizer.param_groups] for optimizer in fit.optimizers] == rates
+    for one, other in zip(first.optimizers, second.optimizers, strict=True):
+        states = zip(*(optimizer.state_dict()["state"].items() for optimizer in (one, other)), strict=True)
+        assert all(str(mine) == str(theirs) for mine, theirs in states)
+
+
 def test_a_resume_with_another_module_names_the_missing_parameters(tmp_path: Path) -> None:
     class Other(Net):
         def __init__(self) -> None:

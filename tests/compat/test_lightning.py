@@ -376,6 +376,69 @@ assert [one["train/time"] for one in logged if "train/time" in one] == [7, 11, 1
 assert [one["validate/time"] for one in logged if "validate/time" in one] == [1, 1], logged
 assert "train/device/batches_per_sec" not in logged[0] and "epoch" not in logged[4], logged
 
+twice = [pl.callbacks.EarlyStopping("loss"), pl.callbacks.EarlyStopping("loss")]
+try:
+    pl.Trainer(**plain | {"callbacks": twice})
+except RuntimeError as error:
+    assert isinstance(error, ValueError) and "under the same key" in str(error), error
+else:
+    raise AssertionError("no error")
+assert pl.Trainer(**plain).enable_validation is False
+
+# a summary's columns
+class Columns(pl.callbacks.RichModelSummary):
+    given = []
+    @staticmethod
+    def summarize(summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, **more):
+        Columns.given.append((summary_data, total_parameters, trainable_parameters, model_size, total_training_modes))
+        Columns.given.append(more)
+        pl.callbacks.ModelSummary.summarize(*Columns.given[-2], **more)
+
+class Sized(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.example_input_array = torch.nn.Parameter(torch.ones(3)), torch.ones(2, 4)
+    def forward(self, x):
+        return self.layer(x)
+
+class Wrong(pl.callbacks.ModelSummary):
+    def summarize(self, table):
+        pass
+
+for one in (Net(), Sized()):
+    pl.Trainer(**plain | {"enable_model_summary": True, "callbacks": [Columns(1, width=9)]}).fit(one)
+first, more, sized, flops = Columns.given
+cells = {" ": ["0"], "Name": ["layer"], "Type": ["Linear"], "Params": ["5"], "Mode": ["train"], "FLOPs": ["0"]}
+assert first == (list(cells.items()), 5, 5, 2e-5, {"train": 1, "eval": 0}) and more == {"total_flops": 0, "width": 9}
+last = [" ", "other params", "n/a", "3", "n/a", "n/a", "n/a", "n/a"]
+assert [column[-1] for _, column in sized[0]] == last and sized[1] == 8 and flops["total_flops"] == 16, sized
+assert sized[0][-2:] == [("In sizes", ["[2, 4]", "n/a"]), ("Out sizes", ["[2, 1]", "n/a"])], sized
+try:
+    pl.Trainer(**plain | {"enable_model_summary": True, "callbacks": [Wrong()]}).fit(Net())
+except TypeError as error:
+    assert "Wrong.summarize(table) cannot be called" in str(error), error
+else:
+    raise AssertionError("no error")
+
+# several optimizers
+class Halves(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.backbone = False, torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward((self.layer(batch) + self.backbone(batch)).sum())
+            optimizer.step()
+    def configure_optimizers(self):
+        return [torch.optim.SGD([one], lr=0.1 * (place + 1)) for place, one in enumerate(self.layer.parameters())]
+
+tuned = pl.callbacks.BackboneFinetuning(1, should_align=False)
+trainer = pl.Trainer(**plain | {"max_epochs": 3, "callbacks": [tuned]})
+trainer.fit(Halves())
+rates = [[round(group["lr"], 6) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+assert rates == [[0.1, 0.04], [0.2, 0.08]] and round(tuned.previous_backbone_lr, 6) == 0.08, rates
+
 # batches without a loss
 class Skips(Net):
     def training_step(self, batch, batch_idx):

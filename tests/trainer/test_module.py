@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import HOOKS
+from paceline.callbacks.model_summary import summarize
 from paceline.trainer.hook_names import MODULE_METHODS
 
 
@@ -45,6 +46,37 @@ def test_a_step_set_on_the_instance_is_the_step(quiet: dict[str, Any]) -> None:
     module.on_train_epoch_end = lambda: seen.append(-1)
     Trainer(max_epochs=1, **quiet).fit(module, [torch.ones(1, 2)] * 2)
     assert seen == [0, 1, -1]
+
+
+def test_settings_may_be_attributes_and_properties_of_the_class(quiet: dict[str, Any]) -> None:
+    class ByHand(TrainingModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        @property
+        def example_input_array(self) -> Any:  # type: ignore[override]
+            return torch.ones(3, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self(batch).sum())
+            self.optimizers().step()  # type: ignore[union-attr]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = ByHand()
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.ones(1, 2)] * 2)
+    assert trainer.global_step == 2
+    assert summarize(module).out_sizes == [[3, 1]]
+    assert TrainingModule().automatic_optimization is True
+    assert TrainingModule().example_input_array is None
 
 
 def test_none_means_not_overridden(quiet: dict[str, Any]) -> None:

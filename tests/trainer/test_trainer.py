@@ -164,7 +164,8 @@ def test_every_name_has_a_meaningful_value_before_during_and_after_a_fit(tmp_pat
 
 def test_names_that_need_a_module_say_so(quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet, max_epochs=1)
-    for name in ("training_module", "enable_validation", "estimated_stepping_batches"):
+    assert trainer.enable_validation is False
+    for name in ("training_module", "estimated_stepping_batches"):
         with pytest.raises(AttributeError, match=r"This Trainer has no module yet\. Call fit"):
             getattr(trainer, name)
 
