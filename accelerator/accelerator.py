@@ -440,7 +440,8 @@ class Accelerator(AcceleratorProperties):
             use_gather_object: whether to gather the data as Python objects.
         """
         loader = self.gradient_state.active_dataloader
-        in_parts = self.gradient_state.split_batch == self.gradient_state.batch
+        state = self.gradient_state
+        in_parts = state.split_batch == state.batch or (loader is not None and loader.in_parts)
         return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object, in_parts)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:

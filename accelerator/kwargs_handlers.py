@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import messages
 from ..strategies.base import Strategy
-from ..strategies.precision import Float8Precision, MixedPrecision
+from ..strategies.precision import Float8Precision, MixedPrecision, TransformerEnginePrecision
 from .enums import DDPCommunicationHookType
 
 if TYPE_CHECKING:
@@ -301,23 +301,56 @@ class AORecipeKwargs(KwargsHandler):
         return found
 
 
-class _EightBits(KwargsHandler):
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Arguments for ``mixed_precision="fp8"``: 8-bit matrix products through TransformerEngine's ``DelayedScaling``.
+
+    Weights keep their dtype, and other operations compute in bfloat16.
+
+    Args:
+        use_autocast_during_eval: whether forward passes without gradients multiply in 8 bits too.
+        margin: margin of the scales, as a power of 2.
+        interval: number of steps between two updates of the scales; only 1 in TransformerEngine 1.12 and newer.
+        fp8_format: ``"HYBRID"``, or ``"E4M3"`` for gradients too.
+        amax_history_len: number of steps whose largest values determine a scale.
+        amax_compute_algo: ``"most_recent"``, or ``"max"`` of the history.
+        override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
+            are not in 8 bits; none in TransformerEngine 1.12 and newer.
+    """
+
+    use_autocast_during_eval: bool = False
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+
+    def precision(self, kind: str) -> TransformerEnginePrecision:
+        """Return the precision for a kind of device."""
+        recipe = self.to_dict()
+        del recipe["use_autocast_during_eval"]
+        for name in ("interval", "override_linear_precision"):  # newer versions of the package do not have them
+            if recipe[name] == getattr(TERecipeKwargs, name):
+                del recipe[name]
+        found = TransformerEnginePrecision(None, recipe)
+        found.evaluates_in_8_bits = self.use_autocast_during_eval
+        return found
+
+
+class _Refused(KwargsHandler):
     """A handler that accepts any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
 
 
-class TERecipeKwargs(_EightBits):
-    """Arguments for 8-bit training with TransformerEngine, which is not supported."""
-
-
-class MSAMPRecipeKwargs(_EightBits):
+class MSAMPRecipeKwargs(_Refused):
     """Arguments for 8-bit training with MS-AMP, which is not supported."""
 
 
-class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Arguments for 8-bit training with TransformerEngine or MS-AMP, which is not supported."""
+class FP8RecipeKwargs(_Refused):
+    """Arguments for 8-bit training with a package that is chosen by ``backend``, which is not supported."""
 
 
 @dataclass(frozen=True)
@@ -326,23 +359,24 @@ class Handlers:
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
-    float8: AORecipeKwargs | None = None
+    float8: AORecipeKwargs | TERecipeKwargs | None = None
     grad_scaler: GradScalerKwargs | None = None
     process_group: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
 
 
-_KINDS: dict[str, type[KwargsHandler]] = {
-    "autocast": AutocastKwargs,
-    "ddp": DistributedDataParallelKwargs,
-    "grad_scaler": GradScalerKwargs,
-    "process_group": InitProcessGroupKwargs,
-    "profile": ProfileKwargs,
-    "float8": AORecipeKwargs,
+_KINDS: dict[type[KwargsHandler], str] = {
+    AutocastKwargs: "autocast",
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "grad_scaler",
+    InitProcessGroupKwargs: "process_group",
+    ProfileKwargs: "profile",
+    AORecipeKwargs: "float8",
+    TERecipeKwargs: "float8",
 }
 
 
-_ACCEPTED = messages.names(kind.__name__ for kind in _KINDS.values()).replace("'", "")
+_ACCEPTED = messages.names(kind.__name__ for kind in _KINDS).replace("'", "")
 
 
 def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
@@ -354,20 +388,22 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
             f"handlers: {_ACCEPTED}."
         )
     for handler in kwargs_handlers or ():
-        if isinstance(handler, _EightBits):
+        if isinstance(handler, _Refused):
             raise NotImplementedError(
-                f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): TransformerEngine and MS-AMP are "
-                "not supported. Pass AORecipeKwargs(), which multiplies in 8 bits through torchao, or leave it out."
+                f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]) is not supported. Pass "
+                "AORecipeKwargs(), which multiplies in 8 bits through torchao, or TERecipeKwargs(), for "
+                "TransformerEngine."
             )
-        kind = next((name for name, one in _KINDS.items() if isinstance(handler, one)), None)
-        if kind is None:
+        name = next((name for kind, name in _KINDS.items() if isinstance(handler, kind)), None)
+        if name is None:
             raise TypeError(_no_handler(handler))
-        if kind in found:
+        if name in found:
+            kind = type(handler).__name__ if type(found[name]) is type(handler) else "recipes for 8 bits"
             raise ValueError(
-                f"Accelerator(kwargs_handlers=[...]) has two {_KINDS[kind].__name__}: {found[kind]} and {handler}. "
+                f"Accelerator(kwargs_handlers=[...]) has two {kind}: {found[name]} and {handler}. "
                 "Combine them into one."
             )
-        found[kind] = handler
+        found[name] = handler
     return Handlers(**found)
 
 

@@ -75,6 +75,7 @@ class PreparedLoader(DataLoader[Any]):
         device_placement: whether to move batches to the device.
         rng_types: random states that all processes take from process 0 when a pass begins; see
             :func:`.random_seeds.synchronize_rng_state`. They always agree on the sample order (``"generator"``).
+        cut: returns this process's part of the sequences of a batch; None if batches contain full sequences.
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
@@ -97,6 +98,7 @@ class PreparedLoader(DataLoader[Any]):
         seed: int | None = None,
         device_placement: bool = True,
         rng_types: Iterable[str] = (),
+        cut: Callable[[Any], Any] | None = None,
     ) -> None:
         vars(self).update(
             base=loader,
@@ -109,6 +111,7 @@ class PreparedLoader(DataLoader[Any]):
             end_of_dataloader=False,
             derived="",
             _even=config.even_batches,
+            _cut=cut,
             _skip=0,
             _batch=None,
             _place=Place(),
@@ -267,7 +270,7 @@ class PreparedLoader(DataLoader[Any]):
         before_fetch = None if fetched is None else partial(set_random_states, fetched)
         return Batches(
             source,
-            strategy.batch_mover() if self.device_placement else None,
+            self._mover(),
             ahead,
             skip if ended else limit,
             skip,
@@ -276,6 +279,11 @@ class PreparedLoader(DataLoader[Any]):
             what_fetching_changes(order) if ahead and reads else None,
             before_fetch,
         )
+
+    def _mover(self) -> Callable[[Any], Any] | None:
+        """Return the function that moves a batch to the device and cuts it; None if there is nothing to do."""
+        move, cut = self.strategy.batch_mover() if self.device_placement else None, self._cut
+        return move if cut is None else cut if move is None else lambda batch: cut(move(batch))
 
     def _settle_order(self, epoch: int) -> int | None:
         """Fix the sample order of a pass before it begins; return the seed for its workers, or None to use torch's."""
@@ -314,6 +322,11 @@ class PreparedLoader(DataLoader[Any]):
         if place.resume is None or place.resume.position["epoch"] != place.epoch:
             return 0
         return place.resume.position["batches"]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether batches have one part of each sequence."""
+        return self._cut is not None
 
     @property
     def batch_rows(self) -> int:

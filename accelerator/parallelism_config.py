@@ -52,7 +52,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings for DeepSpeed's sequence parallelism, which is not supported."""
+    """Settings of DeepSpeed's Ulysses, which have no effect: ``sp_size`` works without DeepSpeed."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -83,7 +83,9 @@ class ParallelismConfig:
         cp_size: number of processes across which each sequence is split inside
             ``accelerator.maybe_context_parallel``. Parameters are sharded across them too.
         cp_handler: settings for context parallelism.
-        sp_size: not supported above 1; use ``cp_size``.
+        sp_size: number of processes across which each sequence is split by the loaders that are prepared together with
+            a model. Their batches are dicts with ``input_ids`` and ``position_ids``; ``shift_labels`` replaces
+            ``labels``. Parameters are sharded across them too.
         cp_backend, sp_backend: each has only one value.
         sp_handler: has no effect.
     """
@@ -110,7 +112,7 @@ class ParallelismConfig:
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
-        why = "sequences are split by cp_size, not by DeepSpeed"
+        why = "sequences may have any length, and attention is the model's own, without DeepSpeed"
         messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
@@ -149,7 +151,7 @@ class ParallelismConfig:
     dp_shard_enabled = _Enabled("dp_shard", "Whether parameters are sharded.")
     tp_enabled = _Enabled("tp", "Whether layers are split.")
     cp_enabled = _Enabled("cp", "Whether sequences are split.")
-    sp_enabled = _Enabled("sp", "Whether sequences are split by DeepSpeed.")
+    sp_enabled = _Enabled("sp", "Whether loaders split sequences.")
 
     # ---- the mesh --------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,9 @@ class ParallelismConfig:
         for dim, handler in (("cp", self.cp_handler), ("tp", self.tp_handler)):
             if self.size(dim) == 1:
                 messages.ignored(type(self).__name__, f"{dim}_size is 1", **{f"{dim}_handler": handler})
-        found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
+        found = mesh_options({dim: self.size(dim) for dim in DIMS})
+        if self.sp_enabled:
+            found["context_parallel_dims"] = "loader"
         if self.cp_enabled:
             found["context_parallel_dims"] = {}  # the loop splits sequences with maybe_context_parallel
             if self.cp_handler is not None and self.cp_handler.cp_comm_strategy == "alltoall":

@@ -180,9 +180,10 @@ class Prepared:
             if isinstance(value, Optimizer) and not isinstance(value, _PREPARED):
                 found[index] = self._add_optimizer(value)
         self._bind()
+        with_model = any(isinstance(value, nn.Module) for value in objects)
         for index, value in enumerate(objects):
             if isinstance(value, DataLoader) and not isinstance(value, _PREPARED):
-                found[index] = self.loader(value, placed[index])
+                found[index] = self.loader(value, placed[index], with_model)
             elif not isinstance(value, _PREPARED) and is_scheduler(value):
                 found[index] = self.scheduler(value)
         return found
@@ -293,8 +294,11 @@ class Prepared:
         alone = not self.step_scheduler_with_optimizer or self.dataloader_config.split_batches
         return 1 if alone or self.scheduler_steps == "per_update" else self.strategy.num_data_ranks
 
-    def loader(self, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
-        """Prepare one loader, which then yields this process's batches on the device."""
+    def loader(self, loader: DataLoader[Any], place: bool | None, with_model: bool = False) -> PreparedLoader:
+        """Prepare one loader, which then yields this process's batches on the device.
+
+        With ``sp_size``, a loader that is prepared ``with_model`` yields this process's part of each sequence.
+        """
         if isinstance(loader, PreparedLoader):
             return loader
         if self.seed is None:  # the seed of set_seed, if it was called
@@ -310,6 +314,7 @@ class Prepared:
             seed=self.seed,
             device_placement=self.device_placement if place is None else place,
             rng_types=self.rng_types,
+            cut=self.strategy.batch_cutter() if with_model else None,
         )
         self.loaders.append(prepared)
         return prepared

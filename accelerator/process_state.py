@@ -252,7 +252,9 @@ class AcceleratorState:
             **plugins: the Accelerator's plugins by name.
         """
         state = object.__new__(cls)
-        mesh = getattr(partial.strategy, "mesh", None)
+        mesh, sizes = getattr(partial.strategy, "mesh", None), plugins.get("parallelism_config")
+        if mesh is not None and sizes is not None and sizes.sp_enabled:
+            mesh = sizes.get_device_mesh(mesh.device_type)  # has the dimension "sp"
         vars(state).update({name: plugins.get(name) for name in _PLUGINS}, device_mesh=mesh)
         vars(state).update(_partial=partial, mixed_precision=mixed_precision)
         _process.state = state

@@ -100,7 +100,8 @@ class AcceleratorProperties(Processes):
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision."""
         name = self.strategy.precision.name
-        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8-mixed": "fp8"}.get(name, name)
+        words = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8-mixed": "fp8"}
+        return "fp8" if name.startswith("transformer-engine") else words.get(name, name)
 
     @property
     def scaler(self) -> Any:
@@ -146,8 +147,10 @@ class AcceleratorProperties(Processes):
 
     @property
     def fp8_backend(self) -> FP8BackendType | None:
-        """The package that multiplies in 8 bits (``AO``: torchao); None if ``mixed_precision`` is not ``"fp8"``."""
-        return FP8BackendType.AO if self.mixed_precision == "fp8" else None
+        """The package that multiplies in 8 bits (``AO``: torchao, ``TE``: TransformerEngine); None if none does."""
+        if self.mixed_precision != "fp8":
+            return None
+        return FP8BackendType.AO if self.strategy.precision.name == "fp8-mixed" else FP8BackendType.TE
 
     @property
     def should_save_model(self) -> bool:

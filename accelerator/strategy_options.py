@@ -172,8 +172,8 @@ def _check_handlers(handlers: Handlers, word: str | None) -> None:
         messages.ignored("Accelerator", why, kwargs_handlers=handlers.autocast)
     if handlers.float8 is not None and word != "fp8":
         raise ValueError(
-            f"AORecipeKwargs has no effect with mixed_precision={word or 'no'!r}. Set mixed_precision='fp8', or leave "
-            "the recipe out."
+            f"{type(handlers.float8).__name__} has no effect with mixed_precision={word or 'no'!r}. Set "
+            "mixed_precision='fp8', or leave the recipe out."
         )
 
 

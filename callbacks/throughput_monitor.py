@@ -378,7 +378,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
 
 def compute_dtype(precision: str) -> str:
     """Return the dtype of matrix products at a precision such as ``"bf16-mixed"``."""
-    kinds = {"bf16": "bfloat16", "fp8": "float8", "16": "float16", "64": "float64"}
+    kinds = {"bf16": "bfloat16", "fp8": "float8", "transformer": "float8", "16": "float16", "64": "float64"}
     frozen = precision.startswith("bnb.") and precision != "bnb.int8-training"
     dtype = "bfloat16" if frozen else kinds.get(precision.split("-")[0], "float32")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: The parts of a checkpoint that a fit can restore; see ``Trainer.fit``.
 Part = Literal["model", "optimizer", "schedulers", "loops", "rng", "callbacks"]
 PARTS: tuple[Part, ...] = get_args(Part)
+#: End of the names under which layers save more than tensors; see ``torch.nn.Module.get_extra_state``.
+_EXTRA = "._extra_state"
 
 
 def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
@@ -64,6 +66,7 @@ def load_weights(
     Raises:
         RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.
     """
+    state = _that_layers_can_take(module, state)
     try:
         result = load(module, state, strict)
     except RuntimeError as error:
@@ -79,6 +82,17 @@ def load_weights(
             f"The checkpoint was only partly loaded into {type(module).__name__} (strict_loading is off): "
             f"{'; '.join(_differences(module, state))}. Missing weights keep their current values."
         )
+
+
+def _that_layers_can_take(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out the extra state of layers that TransformerEngine had replaced and that are torch's own here."""
+    extra = {key for key in state if key.endswith(_EXTRA)}
+    if not extra:
+        return state
+    plain = (nn.Linear, nn.LayerNorm)
+    own = {f"{name}{_EXTRA}" for name, one in module.named_modules(remove_duplicate=False) if isinstance(one, plain)}
+    left_out = (extra & own) - module.state_dict().keys()
+    return {key: value for key, value in state.items() if key not in left_out}
 
 
 def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
@@ -103,6 +117,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         f"{key} {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the module"
         for key, value in own.items()
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
+        if not key.endswith(_EXTRA)  # its size may change
     ]
     kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with a different shape"))
     return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]

@@ -19,7 +19,10 @@ _GROUPS = {
 }
 _TPU = "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove the flag"
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
-_FP8 = "8-bit training uses torchao. Use --mixed_precision fp8, and set details with AORecipeKwargs in the script"
+_FP8 = (
+    "8-bit training uses torchao. Use --mixed_precision fp8, and set details with AORecipeKwargs in the script, or "
+    "use TransformerEngine with TERecipeKwargs there"
+)
 _AWS = "launching on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
 #: Accelerate's flags that are not supported, and what to do instead. Flags with ``=`` take a value.

@@ -22,6 +22,7 @@ from ..strategies.distributed import DistributedStrategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.precision.choose import choose_precision
 from ..strategies.precision.mixed import MixedPrecision
+from ..strategies.precision.transformer_engine import TransformerEnginePrecision
 from .simulated_training import PHASES, Rehearsal, optimizers_of
 
 if TYPE_CHECKING:
@@ -231,6 +232,11 @@ def _precision(asked: Any, device: torch.device) -> Precision:
         raise ValueError(
             f"estimate_memory does not support precision={found.name!r}, because weights without values cannot be "
             "quantized. Use precision='bf16-mixed', and subtract what the frozen weights save."
+        )
+    if isinstance(found, TransformerEnginePrecision):
+        raise ValueError(
+            f"estimate_memory does not support precision={found.name!r}, because TransformerEngine's layers "
+            "need a GPU. Use precision='bf16-true', whose weights have the same size."
         )
     if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .precision import Float8Precision as Float8Precision
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
+    from .precision import TransformerEnginePrecision as TransformerEnginePrecision
     from .precision import TruePrecision as TruePrecision
 
 lazy_names(
@@ -31,6 +32,8 @@ lazy_names(
         "distributed": "DistributedStrategy",
         "fsdp.strategy": "FSDPStrategy",
         "model_parallel.strategy": "ModelParallelStrategy",
-        "precision": "BitsandbytesPrecision Float8Precision MixedPrecision Precision TruePrecision",
+        "precision": (
+            "BitsandbytesPrecision Float8Precision MixedPrecision Precision TransformerEnginePrecision TruePrecision"
+        ),
     },
 )

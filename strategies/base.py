@@ -194,6 +194,13 @@ class Strategy(Placement, Communication, State):
         """
         return nullcontext()
 
+    def batch_cutter(self) -> Callable[[Any], Any] | None:
+        """Return the function with which prepared loaders cut a batch to this process's part of each sequence.
+
+        Returns None if batches contain full sequences.
+        """
+        return None
+
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
         grads = gradients(optimizer)

@@ -44,9 +44,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.deepspeed is not None and (self.fsdp is not None or self.mesh is not None):
             other = self.written["fsdp" if self.fsdp is not None else "mesh"]
+            if (self.mesh or {}).get("context_parallel_dims") == "loader":
+                why, mend = "sp_size works without DeepSpeed and shards parameters itself", "Leave DeepSpeed out"
+            else:
+                why, mend = "DeepSpeed splits the model itself", "Leave one out"
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed splits the model itself. "
-                "Leave one out (it may come from the setting use_deepspeed, use_fsdp or use_parallelism_config)."
+                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (it may come from the "
+                "setting use_deepspeed, use_fsdp or use_parallelism_config)."
             )
 
     @property
@@ -107,19 +111,9 @@ class Options:
             )
 
 
-def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
-    """Convert mesh sizes, keyed by dimension, to ModelParallelStrategy arguments.
-
-    ``written`` is the text that the user wrote, for error messages.
-    """
-    if sizes["sp"] > 1:
-        raise NotImplementedError(
-            f"{written} splits sequences with DeepSpeed's Ulysses attention, which is not supported. Use "
-            f"cp_size={sizes['sp']} without DeepSpeed instead: put each step into accelerator.maybe_context_parallel("
-            "buffers=..., buffer_seq_dims=...), which splits the batch. It works with all models whose attention is "
-            "scaled_dot_product_attention, and parameters are sharded."
-        )
-    return {argument: sizes[dim] for dim, argument in SIZES.items()}
+def mesh_options(sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Convert mesh sizes, keyed by dimension, to ModelParallelStrategy arguments."""
+    return {argument: sizes[dim] for dim, argument in SIZES.items()} | {"context_parallel": sizes["cp"] * sizes["sp"]}
 
 
 def options_in(settings: Settings) -> Options:
@@ -132,11 +126,12 @@ def options_in(settings: Settings) -> Options:
     }
     if settings["use_parallelism_config"]:
         sizes = {dim: settings[f"parallelism_config_{dim}_size"] for dim in (*SIZES, "sp")}
-        if sizes["cp"] > 1:
-            raise ValueError(
-                f"The setting parallelism_config_cp_size={sizes['cp']} splits sequences, but the Trainer does not know "
-                "which dimensions of a batch are sequences. Use Trainer(strategy=ModelParallelStrategy("
-                f"context_parallel={sizes['cp']}, context_parallel_dims=...)), or leave the setting out."
-            )
-        found["mesh"] = mesh_options(sizes, "use_parallelism_config")
+        for dim in ("cp", "sp"):
+            if sizes[dim] > 1:
+                raise ValueError(
+                    f"The setting parallelism_config_{dim}_size={sizes[dim]} splits sequences, but the Trainer does "
+                    "not know which dimensions of a batch are sequences. Use Trainer(strategy=ModelParallelStrategy("
+                    f"context_parallel={sizes[dim]}, context_parallel_dims=...)), or leave the setting out."
+                )
+        found["mesh"] = mesh_options(sizes)
     return Options(**found, written=written)

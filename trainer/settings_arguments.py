@@ -29,7 +29,7 @@ _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
-    "fp8": ("fp8", "fp8-mixed"),
+    "fp8": ("fp8", "fp8-mixed", "transformer-engine", "transformer-engine-float16"),
 }
 #: Settings that have the same meaning as an argument of the Trainer.
 _ARGUMENTS = {

@@ -112,6 +112,16 @@ class Accelerator(accelerator.Accelerator):
                 key="schedules advance once",
             )
 
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Return the loader if sequences are not split; loaders that split them are prepared with their model."""
+        if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
+            return dl
+        raise NotImplementedError(
+            "accelerator.deepspeed_ulysses_dl_adapter is not supported, because loaders are split when they are "
+            "prepared: call accelerator.prepare(model, optimizer, loader). With transformers.Trainer, use "
+            f"ParallelismConfig(cp_size={self.parallelism_config.sp_size}) instead of sp_size."
+        )
+
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""
         self._tell_clipping()

@@ -237,7 +237,7 @@ _LEFT_OUT = {
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config "
         "prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler"
     ),
-    "Accelerator(mixed_precision='fp8') converts the layers itself, through torchao": (
+    "Accelerator(mixed_precision='fp8') converts the layers itself, through torchao or TransformerEngine": (
         "apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao "
         "filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers setup_fp8_env"
     ),

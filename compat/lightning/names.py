@@ -77,7 +77,9 @@ _HOMES = {
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
     "strategies.registry": "StrategyRegistry",
     "strategies.sync_batch_norm": "LayerSync TorchSyncBatchNorm",
-    "strategies.precision": "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision",
+    "strategies.precision": (
+        "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision TransformerEnginePrecision"
+    ),
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
     "tuner.batch_size_finder": "BatchSizeFinder",
@@ -148,9 +150,6 @@ _NOT_HERE = {
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAPrecision XLAStrategy",
-    "TransformerEngine is not supported; precision='fp8-mixed' multiplies in 8 bits through torchao": (
-        "TransformerEnginePrecision"
-    ),
     "a Strategy shards and averages; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "

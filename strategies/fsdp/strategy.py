@@ -37,6 +37,7 @@ from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision, gradients
 from ..precision.base import parameters as parameters_of
 from ..precision.mixed import MixedPrecision
+from ..precision.transformer_engine import TransformerEnginePrecision
 from . import accumulated_gradients
 from .wrapping import (
     Policy,
@@ -358,7 +359,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         """Run the step as the sharded root's forward, so that the root's parameters are unsharded during the step."""
-        if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
+        replaced = isinstance(self.precision, MixedPrecision) and self.mixed_precision is not None
+        if not replaced or isinstance(self.precision, TransformerEnginePrecision):
             step = super().bind_step(step, wrapped, training)
         if self._holder is None:
             return step

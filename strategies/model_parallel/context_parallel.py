@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import messages
 from ...torch_private import pytree
@@ -42,10 +43,17 @@ class SplitSequences:
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
         self.mesh, self.dims = mesh, dims
         self.attention = _Attention(mesh)
-        self._whole: dict[int, Tensor] = {}
+        self._whole = WeakTensorKeyDictionary()
 
-    def bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that runs on one part of each sequence and attends to all parts."""
+    def bind(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
+        """Return a training step that runs on one part of each sequence and attends to all parts.
+
+        If the loop splits sequences (``dims`` is empty), return a step that hides padding without a mask.
+        """
+        if self.dims == {}:
+            return self.without_padding_mask(step)
+        if not training:
+            return step
 
         def on_a_part(batch: Any, *more: Any) -> Any:
             with self.attention:
@@ -71,12 +79,14 @@ class SplitSequences:
         ]
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.data = part
-        self._whole = whole
+        for tensor in tensors:
+            self._whole[tensor] = whole[id(tensor)]
         try:
             with self.attention:
                 yield
         finally:
-            self._whole, self.attention.padded = {}, False
+            self._whole.clear()
+            self.attention.padded = False
             for tensor in tensors:
                 if id(tensor) not in kept:
                     tensor.data = whole[id(tensor)]
@@ -90,7 +100,8 @@ class SplitSequences:
 
         def forward_without(*args: Any, **kwargs: Any) -> Any:
             self.attention.padded = False
-            whole = self._whole.get(id(kwargs.get("attention_mask")))
+            mask = kwargs.get("attention_mask")
+            whole = self._whole.get(mask) if isinstance(mask, Tensor) else None
             if whole is None or whole.dim() != 2:
                 return forward(*args, **kwargs)
             counts = whole != 0
@@ -152,6 +163,12 @@ def check_layers(module: nn.Module) -> None:
     """
     for name, part in module.named_modules():
         config = getattr(part, "config", None)
+        attention = getattr(config, "_attn_implementation", None)
+        if isinstance(attention, str) and attention != "sdpa":
+            raise NotImplementedError(
+                f"{name or type(part).__name__} has attn_implementation={attention!r}, which would attend only to the "
+                "part of a sequence on one process. Load the model with attn_implementation='sdpa'."
+            )
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         if isinstance(part, nn.RNNBase):
             found = type(part).__name__

@@ -22,6 +22,7 @@ from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
 from .context_parallel import SplitSequences, check_layers
+from .context_parallel_loaders import SplitBatches
 from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
 from .tensor_parallel import SplitLoss, Splitter
@@ -72,7 +73,8 @@ class ModelParallelStrategy(FSDPStrategy):
             gets one part of each sequence, so the batch must contain positions, and labels that are already shifted.
             The loss must be a mean over that part, or come with ``num_items``. Attention
             (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences. With ``{}``, a step
-            gets full sequences, and the loop splits them itself (``accelerator.maybe_context_parallel``).
+            gets full sequences, and the loop splits them itself (``accelerator.maybe_context_parallel``). With
+            ``"loader"``, the Accelerator's prepared loaders split them, as for ``ParallelismConfig(sp_size=...)``.
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
         microbatches: number of micro-batches per batch for the pipeline; four per pipeline process if None.
@@ -103,7 +105,7 @@ class ModelParallelStrategy(FSDPStrategy):
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
         loss_parallel: bool = False,
-        context_parallel_dims: int | Mapping[Any, int] | None = None,
+        context_parallel_dims: int | Mapping[Any, int] | Literal["loader"] | None = None,
         pipeline_schedule: ScheduleName | None = None,
         microbatches: int | None = None,
         virtual_stages: int | None = None,
@@ -171,7 +173,8 @@ class ModelParallelStrategy(FSDPStrategy):
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
             logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
         if self.axis_sizes["cp"] > 1 and self._sequences is None and self.context_dims is not None:
-            self._sequences = SplitSequences(self.mesh["cp"], self.context_dims)
+            kind = SplitBatches if self.context_dims == "loader" else SplitSequences
+            self._sequences = kind(self.mesh["cp"], self.context_dims)  # type: ignore[arg-type]
 
     def _mesh(self) -> DeviceMesh:
         """Return the mesh of the processes that parameters are sharded across."""
@@ -266,10 +269,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self._splits_loss:
             step = SplitLoss().bind(step, training)
-        if self._sequences is not None and self._sequences.dims == {}:
-            step = self._sequences.without_padding_mask(step)
-        elif self._sequences is not None and training:
-            step = self._sequences.bind(step)
+        if self._sequences is not None:
+            step = self._sequences.bind(step, training)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
         return DistributedStrategy.bind_step(self, step, wrapped, training)
@@ -357,7 +358,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def split_sequences(
         self, tensors: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor] = ()
     ) -> AbstractContextManager[None]:
-        if self._sequences is None:
+        if self._sequences is None or isinstance(self._sequences, SplitBatches):
             return super().split_sequences(tensors, dims, unrestored)
         if self._sequences.dims != {}:
             raise RuntimeError(
@@ -365,6 +366,9 @@ class ModelParallelStrategy(FSDPStrategy):
                 "each step. To split them in your own loop (maybe_context_parallel), pass context_parallel_dims={}."
             )
         return self._sequences.split(tensors, dims, unrestored)
+
+    def batch_cutter(self) -> Callable[[Any], Any] | None:
+        return self._sequences.cut if isinstance(self._sequences, SplitBatches) else None
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)

@@ -8,3 +8,4 @@ from .bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
 from .choose import choose_precision as choose_precision
 from .float8 import Float8Precision as Float8Precision
 from .mixed import MixedPrecision as MixedPrecision
+from .transformer_engine import TransformerEnginePrecision as TransformerEnginePrecision

@@ -132,14 +132,8 @@ class TruePrecision(Precision):
         self.name = name
         self.input_dtype = DTYPES[name]
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.input_dtype or before)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return default_dtype(self.input_dtype or torch.get_default_dtype())
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         dtype = self.input_dtype or torch.get_default_dtype()
@@ -183,6 +177,17 @@ class HalfPrecision(TruePrecision):
 
     def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:
         super().__init__(precision)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager that sets torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:

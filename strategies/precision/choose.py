@@ -12,6 +12,7 @@ from .base import Precision, TruePrecision
 from .bitsandbytes import BitsandbytesPrecision
 from .float8 import Float8Precision
 from .mixed import DTYPES, MixedPrecision
+from .transformer_engine import TransformerEnginePrecision
 
 PrecisionName = Literal[
     "32-true",
@@ -21,6 +22,8 @@ PrecisionName = Literal[
     "16-mixed",
     "bf16-mixed",
     "fp8-mixed",
+    "transformer-engine",
+    "transformer-engine-float16",
     "bnb.nf4",
     "bnb.nf4-dq",
     "bnb.fp4",
@@ -66,11 +69,6 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
             "a Precision object."
         )
     name = ALIASES.get(str(precision), precision)
-    if str(precision).startswith("transformer-engine"):
-        raise ValueError(
-            f"Trainer(precision={precision!r}): TransformerEngine is not supported. Use precision='fp8-mixed', which "
-            "multiplies in 8 bits through torchao."
-        )
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
     _refuse_dtype(name, kind)
@@ -82,6 +80,8 @@ def _named(name: Any, kind: str) -> Precision:
         return Precision()
     if name == "fp8-mixed":
         return Float8Precision(device=kind)
+    if name.startswith("transformer-engine"):
+        return TransformerEnginePrecision(torch.float16 if name.endswith("float16") else torch.bfloat16)
     if name.startswith("bnb."):
         return BitsandbytesPrecision(name.removeprefix("bnb."))
     return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)

@@ -100,10 +100,7 @@ class Float8Precision(MixedPrecision):
         if config.emulate or _multiplies_in_8_bits(self._on):
             return config
         if self._on.type != "cpu":
-            raise ValueError(
-                f"precision='fp8-mixed' needs a CUDA GPU with compute capability {'.'.join(map(str, _CAPABILITY))} or "
-                f"newer, but this process computes on {_described(self._on)}. Use precision='bf16-mixed'."
-            )
+            require_8_bit_products(self._on, self.name)
         messages.info_once("A CPU has no 8-bit matrix products, so precision='fp8-mixed' emulates them, slowly.")
         return replace(config, emulate=True)
 
@@ -119,6 +116,15 @@ class Float8Precision(MixedPrecision):
 def _multiplies_in_8_bits(device: torch.device) -> bool:
     capability = kind_of(device).capability(device)
     return capability is not None and capability >= _CAPABILITY
+
+
+def require_8_bit_products(device: torch.device, precision: str) -> None:
+    """Raise a ValueError if a device cannot multiply in 8 bits."""
+    if not _multiplies_in_8_bits(device):
+        raise ValueError(
+            f"precision={precision!r} needs a CUDA GPU with compute capability {'.'.join(map(str, _CAPABILITY))} or "
+            f"newer, but this process computes on {_described(device)}. Use precision='bf16-mixed'."
+        )
 
 
 def _described(device: torch.device) -> str:

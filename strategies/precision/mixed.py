@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
         """Like :meth:`forward_context`, but converts weights at each use, so they may change inside the context."""
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
-    def forward_context(self) -> torch.autocast:
+    def forward_context(self) -> AbstractContextManager[Any]:
         kind = self.device or "cpu"
         return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
 

@@ -95,7 +95,7 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: DistributedDataParallelKwargs(check_reduction=True), "check_reduction=True", "always"),
     (lambda: GradientAccumulationPlugin(adjust_scheduler=False), "adjust_scheduler=False", "once per update"),
     (lambda: _accelerator(dynamo_plugin=TorchDynamoPlugin(mode="default")), "mode='default'", "no backend"),
-    (lambda: ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig()), "sp_handler=", "by cp_size"),
+    (lambda: ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig()), "sp_handler=", "without DeepSpeed"),
     (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()).options(), "cp_handler=", "cp_size is 1"),
     (lambda: ParallelismConfig(tp_handler=TorchTensorParallelConfig()).options(), "tp_handler=", "tp_size is 1"),
     *(

@@ -14,6 +14,7 @@ from rank_processes import ranks
 from paceline.accelerator.accelerator import Accelerator
 from paceline.accelerator.enums import DDPCommunicationHookType, DistributedType, PrecisionType
 from paceline.accelerator.kwargs_handlers import (
+    AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
@@ -85,10 +86,12 @@ def test_a_handler_outside_of_a_list_is_refused() -> None:
         sort_handlers(AutocastKwargs())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs])
+@pytest.mark.parametrize("kind", [MSAMPRecipeKwargs, FP8RecipeKwargs])
 def test_recipes_for_8_bits_of_other_packages_can_be_made_but_not_used(kind: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{kind.__name__}.*not supported. Pass AORecipeKwargs"):
         sort_handlers([kind()])
+    with pytest.raises(ValueError, match=r"has two recipes for 8 bits: AORecipeKwargs\(.*TERecipeKwargs\("):
+        sort_handlers([AORecipeKwargs(), TERecipeKwargs()])
 
 
 def test_ddp_options_are_those_of_the_strategy() -> None:

@@ -89,13 +89,16 @@ def test_arguments_of_the_strategy() -> None:
     split = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))
     assert {"context_parallel": 2, "context_parallel_dims": {}}.items() <= split.options().items()
     assert Options(mesh=split.options(), written={"mesh": split.written}).wanted == "model_parallel"
+    in_loaders = ParallelismConfig(sp_size=3).options()
+    assert {"context_parallel": 3, "context_parallel_dims": "loader"}.items() <= in_loaders.items()
     with pytest.raises(ValueError, match=r"Did you mean 'alltoall'"):
         TorchContextParallelConfig("altoall")
 
 
 def test_what_there_is_not_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"sp_size=3\) splits sequences with DeepSpeed's.* Use cp_size=3"):
-        ParallelismConfig(sp_size=3).options()
+    mesh = ParallelismConfig(sp_size=2)
+    with pytest.raises(ValueError, match=r"sp_size=2\) contradict .* works without DeepSpeed .* Leave DeepSpeed out"):
+        Options(deepspeed={}, mesh=mesh.options(), written={"deepspeed": "use_deepspeed", "mesh": mesh.written})
     with pytest.raises(NotImplementedError, match="enable_async_tp"):
         ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True)).options()
 

@@ -35,6 +35,14 @@ def test_settings_that_cannot_be_are_refused_in_the_users_words(monkeypatch: pyt
         options_in(resolve())
 
 
+@pytest.mark.parametrize("dim", ["cp", "sp"])
+def test_the_trainer_does_not_split_sequences_because_of_a_setting(monkeypatch: pytest.MonkeyPatch, dim: str) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{dim.upper()}_SIZE", "2")
+    with pytest.raises(ValueError, match=rf"parallelism_config_{dim}_size=2 splits .*context_parallel=2, context_par"):
+        options_in(resolve())
+
+
 def test_options_go_with_names_only() -> None:
     options = Options(fsdp={"sharding": "hybrid"}, written={"fsdp": "fsdp_plugin"})
     chosen = choose_strategy("auto", "cpu", 1, options=options)

@@ -541,7 +541,8 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         assert torch.equal(split.cut({"x": x, "y": x})["x"], x[:, 2 * dist.get_rank() :][:, :2])
         assert torch.equal(SplitSequences(mesh, {1: 0}).cut((x, x))[1], x[dist.get_rank()][None])
         q = torch.zeros(1, 1, 2, 4)
-        step = SplitSequences(mesh, 1).bind(lambda b: F.scaled_dot_product_attention(q, q, q, torch.ones(2, 2) > 0))
+        masked = lambda batch: F.scaled_dot_product_attention(q, q, q, torch.ones(2, 2) > 0)  # noqa: E731
+        step = SplitSequences(mesh, 1).bind(masked, training=True)
         with pytest.raises(NotImplementedError, match=r"attn_mask.*context_parallel=2"):
             step(x)
         strategy = ModelParallelStrategy(context_parallel=2, context_parallel_dims=1)
@@ -572,6 +573,10 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
             module.config = layer
             with pytest.raises(NotImplementedError, match=r"has layers \((LSTM|mamba)\) that need more of a sequence"):
                 check_layers(module)
+        module = nn.Sequential()
+        module.config = SimpleNamespace(_attn_implementation="eager")  # type: ignore[assignment]
+        with pytest.raises(NotImplementedError, match=r"Sequential has attn_implementation='eager'.* Load .*'sdpa'"):
+            check_layers(module)
 
     ranks(2, partial(_with_group, run))
 

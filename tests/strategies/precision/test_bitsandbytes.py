@@ -291,8 +291,6 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
             ValueError, match=f"net.0.base.weight: the weight to load is nf4.*, but the layer is {mode}"
         ):
             trainer(f"bnb.{mode}").predict(Net(), batches(), ckpt_path=tmp_path / "5.ckpt")
-    with pytest.raises(ValueError, match=r"TransformerEngine is not supported\. Use precision='fp8-mixed'"):
-        trainer("transformer-engine")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "bitsandbytes")
     with pytest.raises(ModuleNotFoundError, match=r"'bnb.nf4' needs the package 'bitsandbytes'.*pip install bits"):
         trainer("bnb.nf4")
