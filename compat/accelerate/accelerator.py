@@ -18,6 +18,7 @@ from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .loaders import DataLoaderShard
+from .processes import tell_scale
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -121,6 +122,11 @@ class Accelerator(accelerator.Accelerator):
             "prepared: call accelerator.prepare(model, optimizer, loader). With transformers.Trainer, use "
             f"ParallelismConfig(cp_size={self.parallelism_config.sp_size}) instead of sp_size."
         )
+
+    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors across processes, by default to their sum."""
+        tell_scale("accelerator.reduce", scale)
+        return super().reduce(tensor, reduction)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""

@@ -75,8 +75,15 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The rest of the configuration."""
-        return read_config({name: value for name, value in self._file.items() if name not in _SECTIONS})
+        """The configuration without its ``"auto"`` values."""
+        return read_config({name: value for name, value in self._file.items() if name not in _SECTIONS}) | self.sections
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments for DeepSpeedStrategy, which gets neither the optimizer nor the schedule."""
+        found = super().options()
+        if "config" in found:
+            found["config"] = {name: value for name, value in found["config"].items() if name not in _SECTIONS}
+        return found
 
     @property
     def _file(self) -> dict[str, Any]:

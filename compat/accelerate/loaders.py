@@ -118,11 +118,11 @@ class DataLoaderShard(PreparedLoader):
                 "window.",
                 key="several windows",
             )
-        if world > 1 and self._even and self.remainder > 0:
+        if world > 1 and self.remainder > 0:
+            theirs = "repeats other samples" if self._even else "fills the batches of the first processes"
             _tell(
                 f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
-                f"{world} processes. The processes share them, so that each sample counts once; Accelerate repeats "
-                "other samples.",
+                f"{world} processes. The processes share them, so that each sample counts once; Accelerate {theirs}.",
                 key="the last batches are not full",
             )
         if self._skip and self.seed is not None:

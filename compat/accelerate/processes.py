@@ -56,8 +56,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors across all processes, by default to their mean, and multiply the result by ``scale``."""
-    return operations.reduce(tensor, _strategy(), reduction, scale)
+    """Reduce tensors across all processes, by default to their mean."""
+    tell_scale("reduce", scale)
+    return operations.reduce(tensor, _strategy(), reduction)
+
+
+def tell_scale(where: str, scale: float) -> None:
+    """Say once that a reduction does not use ``scale``."""
+    messages.ignored(where, "Accelerate multiplies by it only on torch_xla", scale=scale if scale != 1.0 else None)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

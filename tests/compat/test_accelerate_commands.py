@@ -105,6 +105,13 @@ def test_a_schedule_may_come_from_a_function() -> None:
         deepspeed.created((deepspeed.DummyScheduler(found[0]),), plugin)
 
 
+def test_a_script_finds_the_optimizer_of_a_deepspeed_configuration_and_the_strategy_does_not() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5, "eps": "auto"}}
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "optimizer": optimizer})
+    assert plugin.deepspeed_config["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
+    assert "optimizer" not in plugin.options()["config"]
+
+
 def test_a_deepspeed_configuration_is_read_by_dotted_names() -> None:
     config = deepspeed.HfDeepSpeedConfig(
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}

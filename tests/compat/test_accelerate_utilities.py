@@ -23,6 +23,7 @@ from paceline.compat.accelerate import configs, memory, names, values
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.environment import purge_accelerate_environment
 from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.processes import reduce
 from paceline.strategies.base import Strategy
 
 
@@ -216,3 +217,14 @@ def test_tables_of_values_are_accelerates() -> None:
     assert constants["BETA_SP_AVAILABLE_DEEPSPEED_VERSION"] == "0.18.2"
     assert nn.Conv2d in names.TARGETS["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"].value()
     assert {"wandb", "tensorboard"} <= names.TARGETS["LOGGER_TYPE_TO_CLASS"].value().keys()
+
+
+def test_a_reduction_leaves_out_the_scale_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.reduce(torch.ones(2), "sum", 2.0).tolist() == [1.0, 1.0]
+    assert reduce(torch.ones(1), "mean", scale=3.0).tolist() == [1.0]
+    assert [record.message.partition(" has no effect")[0] for record in caplog.records] == [
+        "accelerator.reduce(scale=2.0)",
+        "reduce(scale=3.0)",
+    ]
