@@ -25,6 +25,9 @@ REASONS: dict[str, str] = {
     "strategies/deepspeed/test_strategy.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
         "the first use of a stage of DeepSpeed compiles and imports"
     ),
+    "compat/test_accelerate.py::test_b17_transformers_trainer_runs_with_paceline_as_its_accelerate": (
+        "the fixture starts programs that import transformers, train on one and two processes, resume and evaluate"
+    ),
     "cli/test_launch.py::test_a1_c13_one_script_trains_alike_however_it_is_started": (
         "cold: eight starts of fresh interpreters, whose hash seeds differ"
     ),
