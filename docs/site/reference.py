@@ -9,7 +9,6 @@ import errors
 import objects
 import tables
 from docutils import nodes
-from rst import heading
 from sources import write
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -21,25 +20,12 @@ TABLES = {"hooks": tables.hooks, "commands": tables.commands, "settings": tables
 
 
 def write_pages(app: Sphinx, config: Any) -> None:
-    """Write every page of the reference."""
+    """Write every page of the reference; docs/reference.md has their table of contents."""
     folder = Path(app.srcdir) / "reference"
-    index = heading("Reference", "=") + (
-        "Every class and function, from the docstrings of the code; every hook, command, setting and environment variable; "
-        "and the errors that people meet most.\n\n"
-    )
     for name, made in TABLES.items():
         write(folder / f"{name}.rst", made())
-    index += toctree("Tables", list(TABLES))
-    for group, pages in objects.PAGES.items():
-        index += toctree(group, list(pages))
-        for name, page in pages.items():
-            write(folder / f"{name}.rst", objects.text(page))
-    write(folder / "index.rst", index)
-
-
-def toctree(caption: str, pages: list[str]) -> str:
-    lines = "\n".join(f"   {page}" for page in pages)
-    return f".. toctree::\n   :caption: {caption}\n   :maxdepth: 1\n\n{lines}\n\n"
+    for name, page in objects.PAGES.items():
+        write(folder / f"{name}.rst", objects.text(page))
 
 
 def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: Any) -> nodes.reference | None:
