@@ -76,7 +76,9 @@ def _communication(canvas: Canvas, y: float) -> None:
         canvas.line([(x, y + 49), (x + BLOCK - FORWARD - 6, y + 49)], "line", 2, "2 4")
     x = 1 + (BATCHES - 1) * (BLOCK + SPACE)
     canvas.rect(x, y + 24, BLOCK, 50, "amber", "amber", True)
-    canvas.lines(x + BLOCK / 2, y + 45, ["gradients", "are averaged"], size=12.5, color="amber", anchor="middle", bold=True)
+    canvas.lines(
+        x + BLOCK / 2, y + 45, ["gradients", "are averaged"], size=12.5, color="amber", anchor="middle", bold=True
+    )
 
 
 def _update(canvas: Canvas, y: float) -> None:

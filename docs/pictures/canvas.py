@@ -156,11 +156,17 @@ class Canvas:
 
     def again(self, x: float, y: float, color: Color, radius: float = 5) -> None:
         """An arrow that goes around a point, as a sign for a loop."""
-        self.path(f"M{_n(x + radius * 0.5)} {_n(y - radius * 0.87)}A{radius} {radius} 0 1 0 {_n(x + radius)} {_n(y)}",
-                  None, color)  # fmt: skip
+        self.path(
+            f"M{_n(x + radius * 0.5)} {_n(y - radius * 0.87)}A{radius} {radius} 0 1 0 {_n(x + radius)} {_n(y)}",
+            None,
+            color,
+        )
         tip_x, tip_y = x + radius * 0.5, y - radius * 0.87
-        self.path(f"M{_n(tip_x - 1)} {_n(tip_y - 3.2)}L{_n(tip_x + 3.6)} {_n(tip_y + 0.4)}"
-                  f"L{_n(tip_x - 1.2)} {_n(tip_y + 3)}Z", color)  # fmt: skip
+        self.path(
+            f"M{_n(tip_x - 1)} {_n(tip_y - 3.2)}L{_n(tip_x + 3.6)} {_n(tip_y + 0.4)}"
+            f"L{_n(tip_x - 1.2)} {_n(tip_y + 3)}Z",
+            color,
+        )
 
     def _head(self, before: Point, end: Point, color: Color, size: float = 6) -> None:
         (x0, y0), (x, y) = before, end
@@ -173,9 +179,7 @@ class Canvas:
     def _color(self, color: Color) -> str:
         return self.scheme.colors[color]
 
-    def _paint(
-        self, fill: Color | None, stroke: Color | None, thick: float, dash: str, opacity: float | None
-    ) -> str:
+    def _paint(self, fill: Color | None, stroke: Color | None, thick: float, dash: str, opacity: float | None) -> str:
         found = f' fill="{self._color(fill)}"' if fill else ' fill="none"'
         found += f' fill-opacity="{opacity:g}"' if fill and opacity is not None else ""
         found += f' stroke="{self._color(stroke)}" stroke-width="{thick:g}"' if stroke else ""

@@ -79,10 +79,21 @@ def _promise(canvas: Canvas, y: float, rename: float) -> None:
     canvas.line([(LEFT, y), (rename - 8, y)], "muted", 1.2)
     canvas.line([(rename + 8, y), (WIDTH - 1, y)], "muted", 1.2)
     canvas.text(1, y + 5, "After a crash", 13.5, bold=True)
-    canvas.lines((LEFT + rename) / 2, y + 24, [
-        "the old file is complete and is the newest;",
-        "the next run removes the .tmp file",
-    ], 18, size=13, color="muted", anchor="middle")  # fmt: skip
-    canvas.lines((rename + WIDTH) / 2, y + 24, ["the new file is", "complete"], 18, size=13, color="muted",
-                 anchor="middle")  # fmt: skip
-    canvas.text(WIDTH - 1, y + 68, "the rename is one operation: now the new file counts", 12.5, "teal", "end", bold=True)
+    canvas.lines(
+        (LEFT + rename) / 2,
+        y + 24,
+        [
+            "the old file is complete and is the newest;",
+            "the next run removes the .tmp file",
+        ],
+        18,
+        size=13,
+        color="muted",
+        anchor="middle",
+    )
+    canvas.lines(
+        (rename + WIDTH) / 2, y + 24, ["the new file is", "complete"], 18, size=13, color="muted", anchor="middle"
+    )
+    canvas.text(
+        WIDTH - 1, y + 68, "the rename is one operation: now the new file counts", 12.5, "teal", "end", bold=True
+    )

@@ -87,7 +87,8 @@ def main() -> None:
             folder.mkdir()
             for number, step in enumerate(steps):
                 ended = subprocess.run([sys.executable, __file__, str(folder), f"part{number}", str(step)])
-                assert ended.returncode == (-signal.SIGKILL if step else 0)
+                if ended.returncode != (-signal.SIGKILL if step else 0):
+                    raise RuntimeError(f"The process {number} of {folder.name} ended with {ended.returncode}.")
         found = {
             "saved_every": SAVED_EVERY,
             "weights_are_equal": (whole / "part0.weights").read_text() == (killed / "part2.weights").read_text(),

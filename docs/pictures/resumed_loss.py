@@ -10,7 +10,7 @@ from canvas import WIDTH, Canvas, Color, Point, Scheme
 
 NAME = "resume"
 DATA = Path(__file__).resolve().with_name("resume.json")
-LEFT, RIGHT, TOP, BOTTOM = 46.0, WIDTH - 8.0, 40.0, 268.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, WIDTH - 14.0, 40.0, 268.0
 COLORS: tuple[Color, ...] = ("blue", "amber", "teal")
 NAMES = ("first process", "second", "third")
 
@@ -19,7 +19,7 @@ def draw(scheme: Scheme) -> str:
     """The picture in one scheme."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
     whole = data["whole"]["losses"]
-    canvas = Canvas(scheme, 372, "The loss of a run that was killed twice covers that of a run that was not")
+    canvas = Canvas(scheme, 366, "The loss of a run that was killed twice covers that of a run that was not")
     top = int(max(whole) * 2 + 1) / 2
 
     def at(step: int, loss: float) -> Point:
@@ -47,6 +47,7 @@ def _axes(canvas: Canvas, at: Any, steps: int, top: float) -> None:
     for step in range(20, steps + 1, 20):
         canvas.text(at(step, 0)[0], BOTTOM + 18, str(step), 12, "muted", "middle")
     canvas.text(LEFT, BOTTOM + 18, "step", 12, "muted")
+    canvas.text(LEFT - 9, TOP - 12, "loss", 12, "muted", "end")
 
 
 def _process(canvas: Canvas, at: Any, index: int, part: dict[str, Any], steps: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from canvas import WIDTH, Canvas, Color, Scheme
+from canvas import Canvas, Color, Scheme
 
 NAME = "placement"
 RANKS = LAYERS = SLICES = 4
@@ -67,9 +67,7 @@ PLACEMENTS = (
         gathers=True,
         machines=2,
     ),
-    Placement(
-        "Tensor parallel", "tensor_parallel=4", "slice", "slice", "slice", "each computes a part of each layer"
-    ),
+    Placement("Tensor parallel", "tensor_parallel=4", "slice", "slice", "slice", "each computes a part of each layer"),
     Placement("Pipeline", "pipeline_parallel=4", "layer", "layer", "layer", "activations go to the next rank"),
 )
 KINDS: tuple[tuple[str, Color], ...] = (("weights", "blue"), ("gradients", "violet"), ("optimizer", "teal"))
@@ -93,7 +91,9 @@ def held(share: Share, rank: int) -> set[tuple[int, int]]:
 def draw(scheme: Scheme) -> str:
     """The picture in one scheme."""
     rows = -(-len(PLACEMENTS) // 3)
-    canvas = Canvas(scheme, 60 + rows * (PANEL_Y + GUTTER) - GUTTER + 2, "What each strategy keeps on each of four ranks")
+    canvas = Canvas(
+        scheme, 60 + rows * (PANEL_Y + GUTTER) - GUTTER + 2, "What each strategy keeps on each of four ranks"
+    )
     _legend(canvas)
     for index, placement in enumerate(PLACEMENTS):
         _panel(canvas, placement, 1 + index % 3 * (PANEL_X + GUTTER), 60 + index // 3 * (PANEL_Y + GUTTER))
@@ -110,7 +110,13 @@ def _legend(canvas: Canvas) -> None:
     canvas.text(x + 19, 14, "in host memory")
     canvas.rect(x + 146, 3, 13, 13, "blue", radius=3, opacity=_faint(canvas))
     canvas.text(x + 165, 14, "gathered for a moment")
-    canvas.text(2, 41, "Ranks 0 to 3. Each block is a model of four layers (rows), each cut into four slices (columns).", 13, "muted")
+    canvas.text(
+        2,
+        41,
+        "Ranks 0 to 3. Each block is a model of four layers (rows), each cut into four slices (columns).",
+        13,
+        "muted",
+    )
 
 
 def _faint(canvas: Canvas) -> float:
