@@ -40,7 +40,7 @@ def run() -> ModuleType:
 def shown(cell: Any) -> list[str]:
     """What a cell prints and what its last line is; without messages, bars and pictures."""
     texts = [one.text for one in cell.outputs if one.output_type == "stream" and one.name == "stdout"]
-    return texts + [one.data["text/plain"] for one in cell.outputs if one.output_type == "execute_result"]
+    return ["".join(texts)] + [one.data["text/plain"] for one in cell.outputs if one.output_type == "execute_result"]
 
 
 def kinds(cell: Any) -> set[str]:

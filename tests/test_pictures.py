@@ -158,7 +158,7 @@ def test_the_picture_of_a_checkpoint_has_the_parts_of_a_write_in_their_order(
         monkeypatch.setattr(owner, name, partial(noting, words, getattr(owner, name)))
     checkpoint = ModelCheckpoint(tmp_path, async_save=True)
     trainer = Trainer(**{**QUIET, "max_epochs": 2}, callbacks=[checkpoint])
-    trainer.fit(TinyModule(), tiny_loader())
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
     shown = [" ".join(words) for words, _ in importlib.import_module("checkpoint_way").WRITING]
     second = done[done.index("fsync folder") + 2 :]  # the folder's own fsync follows
     assert [words for words in second if words != "fsync file"] == [words for words in shown if words != "fsync file"]

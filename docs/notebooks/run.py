@@ -57,7 +57,7 @@ def cleaned(notebook: Any, folder: Path) -> Any:
         cell.id, cell.metadata = f"cell-{number}", {"tags": tags} if tags else {}
         if cell.cell_type == "code":
             cell.execution_count = None
-            cell.outputs = [output for output in cell.outputs if not is_empty(output)]
+            cell.outputs = joined([output for output in cell.outputs if not is_empty(output)])
             for output in cell.outputs:
                 output.pop("execution_count", None)
                 if output.output_type == "execute_result":
@@ -67,6 +67,17 @@ def cleaned(notebook: Any, folder: Path) -> Any:
                 else:
                     output.metadata = {}
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """The outputs with texts in a row as one, because the kernel cuts them where time has passed."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def is_empty(output: Any) -> bool:
