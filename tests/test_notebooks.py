@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -73,7 +72,6 @@ def test_a_stored_notebook_has_its_outputs_and_nothing_that_differs_from_run_to_
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     notebook = stored(name)
     assert nbformat.writes(run.cleaned(notebook, Path("/nowhere")), indent=1) + "\n" == text
-    assert json.loads(text)["metadata"]["language_info"] == {"name": "python"}
     assert not re.search(r"/(tmp|home|root|work)/", text), "a path of the machine that ran it"
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert outputs
@@ -102,8 +100,8 @@ def test_a_notebook_is_seen_on_its_page_with_plots_bar_and_report(tmp_path: Path
     subprocess.run(command, check=True, timeout=200, env={**os.environ, "PYTHONPATH": str(DOCS.parent.parent)})
     first = dom(site / "notebooks" / "first_fit.html", tmp_path)
     assert len(re.findall(r'<img [^>]*src="[^"]+\.png"', first)) >= 2, "the digits, and those that are hard to read"
-    assert "Epoch 8/8" in first
-    assert "test_accuracy" in first
+    assert "Epoch 7/7: 22/22 (100%)" in first
+    assert "of the digits are read correctly" in first
     report = dom(site / "notebooks" / "what_is_slow.html", tmp_path)
     assert "Waiting for data takes" in report
     assert re.search(r'<iframe [^>]*srcdoc="[^"]*How it went', report)

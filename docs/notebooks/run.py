@@ -9,6 +9,8 @@ shows only what has changed: execution counts and times, the kernel's version, s
 from __future__ import annotations
 
 import os
+import platform
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -50,7 +52,7 @@ def cleaned(notebook: Any, folder: Path) -> Any:
     """The notebook without what says nothing."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
     }
     for number, cell in enumerate(notebook.cells, start=1):
         tags = cell.metadata.get("tags")
@@ -63,10 +65,17 @@ def cleaned(notebook: Any, folder: Path) -> Any:
                 if output.output_type == "execute_result":
                     output.execution_count = None
                 if output.output_type == "stream":
-                    output.text = output.text.replace(str(folder), "~")
+                    output.text = of_no_machine(output.text, folder)
                 else:
                     output.metadata = {}
+                    output.data = {kind: of_no_machine(text, folder) for kind, text in output.data.items()}
     return notebook
+
+
+def of_no_machine(text: str, folder: Path) -> str:
+    """A text without the paths and the name of the system of the machine that the notebook ran on."""
+    text = text.replace(str(folder), "~").replace(sys.prefix, "~/.venv").replace(platform.platform(), platform.system())
+    return re.sub(r"-f [^ ]+\.json( --HistoryManager\S*memory:)?", "-f kernel.json", text)
 
 
 def joined(outputs: list[Any]) -> list[Any]:
