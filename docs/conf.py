@@ -34,6 +34,7 @@ logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "gl
 myst_heading_anchors = 6
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "off"
+smartquotes = False  # they make one dash of the two of a flag
 
 
 autodoc_inherit_docstrings = False  # a hook that a callback defines is described once, at the base class
@@ -56,7 +57,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_selector = "div:not(.output) > div.highlight > pre"
 html_theme_options = {
-    "logo": {"text": "Paceline", "alt_text": "Paceline"},
+    "logo": {"text": f"Paceline {version}", "alt_text": "Paceline"},
     "navbar_align": "left",
     "navbar_end": ["version-switch", "theme-switcher"],
     "header_links_before_dropdown": 6,

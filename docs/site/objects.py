@@ -278,7 +278,9 @@ def entry(name: str) -> str:
         return f".. py:data:: {own}\n   :module: {module}\n\n   {about}\n\n"
     if not inspect.isclass(found):
         return f".. autofunction:: {name}\n\n"
-    options = ["   :members:", "   :show-inheritance:"]
+    options = ["   :members:"]
+    if found.__bases__ != (object,):
+        options += ["   :show-inheritance:"]
     if isinstance(found, EnumMeta):
         options += ["   :undoc-members:"]
     if name in INHERITS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,18 @@ def write_pages(app: Sphinx, config: Any) -> None:
         write(folder / f"{name}.rst", objects.text(page))
 
 
+def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
+    """Read a bare name in a class's types as the file that defines the class does: there are two Accelerators."""
+    for node in page.findall(pending_xref):
+        if node.get("refdomain") != "py" or not node.get("py:class") or "." in node["reftarget"]:
+            continue
+        module = sys.modules.get(str(node.get("py:module")))
+        owner = getattr(module, node["py:class"].partition(".")[0], None)
+        meant = getattr(sys.modules.get(getattr(owner, "__module__", "")), node["reftarget"], None)
+        if inspect.isclass(meant):
+            node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
+
+
 def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: Any) -> nodes.reference | None:
     """Resolve a docstring's reference to a name that is written without its module, or with the one that defines it."""
     if node.get("refdomain") != "py":
@@ -45,5 +59,6 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write_pages)
+    app.connect("doctree-read", mean_what_the_file_means)
     app.connect("missing-reference", find_by_last_part)
     return {"parallel_read_safe": True}
