@@ -104,10 +104,10 @@ class DataLoaderShard(PreparedLoader):
 
     def _tell_order(self) -> None:
         """After a state is loaded that was saved inside a pass, say where the order is not Accelerate's."""
-        if self.seed is None and isinstance(self._sampler, RandomSampler):
+        if isinstance(self._sampler, RandomSampler) and (self.seed is None or not self._first):
             _tell(
                 "The pass in which the loaded state was saved continues in its own order, so that each sample comes "
-                "once. Accelerate draws a new order.",
+                "once. With Accelerate, the rest of the pass comes from another order.",
                 key="the order of an interrupted pass",
             )
 
