@@ -100,13 +100,13 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so they must not
     change yet. Other tensors may change immediately in any case.
     """
-    kind = kind_of(torch.device(device))
-    waits = (
-        not non_blocking and kind.overlaps_copies() and any(one.is_cpu and one.is_pinned() for one in leaves(tensor))
-    )
+    place = torch.device(device)
+    kind = kind_of(place)
+    waits = not non_blocking and kind.overlaps_copies()
+    waits = waits and any(one.is_cpu and one.is_pinned() for one in leaves(tensor))
     moved = _moved(tensor, device, {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ()))
     if waits:
-        kind.synchronize(device)
+        kind.synchronize(place)
     return moved
 
 

@@ -364,6 +364,14 @@ def test_send_to_device_leaves_what_is_to_stay() -> None:
     assert nested_tensors.send_to_device(data, "meta")["keep"].device.type == "meta"
 
 
+@pytest.mark.gpu
+def test_pinned_memory_may_change_once_it_has_been_sent() -> None:
+    pinned = torch.ones(2**26).pin_memory()
+    found = nested_tensors.send_to_device([pinned], "cuda")[0]
+    pinned.zero_()
+    assert bool((found == 1).all())
+
+
 def test_outputs_become_float32() -> None:
     def forward(x: Tensor) -> Any:
         return {"logits": x, "ids": torch.tensor([1])}
