@@ -118,6 +118,7 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: _accelerator(dynamo_plugin=TorchDynamoPlugin(mode="default")), "mode='default'", "no backend"),
     (lambda: ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig()), "sp_handler=", "without DeepSpeed"),
     (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()).options(), "cp_handler=", "cp_size is 1"),
+    (lambda: TorchContextParallelConfig("alltoall"), "cp_comm_strategy='alltoall'", "always gathered"),
     (lambda: ParallelismConfig(tp_handler=TorchTensorParallelConfig()).options(), "tp_handler=", "tp_size is 1"),
     *(
         (lambda one=one: FullyShardedDataParallelPlugin(**one).options(), next(iter(one)), "FSDP2")
