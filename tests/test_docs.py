@@ -90,7 +90,9 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     request.addfinalizer(leave)
     printed = ""
     for block in blocks(page):
-        if block.info == "python":
+        if block.info.startswith("python file: "):
+            Path(block.info.partition(": ")[2]).write_text(block.text, encoding="utf-8")
+        elif block.info == "python":
             code = compile("\n" * block.line + block.text, str(DOCS / f"{page}.md"), "exec")
             out = io.StringIO()
             with contextlib.redirect_stdout(out), warnings.catch_warnings():
@@ -136,7 +138,8 @@ def test_every_block_says_what_it_is() -> None:
     for page in PAGES:
         for block in blocks(page):
             reason = re.fullmatch(r"python no-run: \w.*", block.info)
-            assert block.info in known or reason, f"{page}, line {block.line}: {block.info!r}"
+            file = re.fullmatch(r"python file: \w+\.py", block.info)
+            assert block.info in known or reason or file, f"{page}, line {block.line}: {block.info!r}"
 
 
 def test_the_pseudo_code_is_the_one_in_the_code() -> None:
