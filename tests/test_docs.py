@@ -90,8 +90,11 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     request.addfinalizer(leave)
     printed = ""
     for block in blocks(page):
-        if block.info.startswith("python file: "):
-            Path(block.info.partition(": ")[2]).write_text(block.text, encoding="utf-8")
+        if block.info.startswith("python file: "):  # which later blocks run or import
+            file = tmp_path / block.info.partition(": ")[2]
+            file.write_text(block.text, encoding="utf-8")
+            monkeypatch.syspath_prepend(tmp_path)
+            request.addfinalizer(partial(sys.modules.pop, file.stem, None))
         elif block.info == "python":
             code = compile("\n" * block.line + block.text, str(DOCS / f"{page}.md"), "exec")
             out = io.StringIO()
