@@ -21,6 +21,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "fences",
+    "reference",
     "sources",
 ]
 exclude_patterns = ["site", "pictures/*.md"]
@@ -32,6 +33,16 @@ logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "gl
 myst_heading_anchors = 6
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "off"
+
+
+autodoc_inherit_docstrings = False  # a hook that a callback defines is described once, at the base class
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
 
 templates_path = ["site/templates"]
 html_theme = "pydata_sphinx_theme"
