@@ -38,17 +38,14 @@ def executed(path: Path, folder: Path) -> Any:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The kernel's: it finds this repository as the package, computes on one thread, and keeps its files to itself.
-
-    Commands that a cell starts write lines as wide as a page of the documentation.
-    """
+    """The kernel's: it finds this repository as the package, computes on one thread, and keeps its files to itself."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PACELINE"))}
     found = {
         "PYTHONPATH": os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), str(ROOT.parent)))),
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
     }
     hidden = {"XDG_CONFIG_HOME": str(folder / ".config"), "IPYTHONDIR": str(folder / ".ipython")}
-    return {**kept, **found, **hidden, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "96"}
+    return {**kept, **found, **hidden, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def cleaned(notebook: Any, folder: Path) -> Any:
