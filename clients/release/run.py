@@ -5,8 +5,9 @@
     make release RELEASE="--torch 2.15.0"        another torch than the one in requirements-dev.lock
     python3.14 clients/release/run.py --built    what is in dist/ already, with the Python that runs this file
 
-The wheel is built from the source distribution, which holds the files that git tracks. An environment with a CUDA build
-of torch takes 6 GB; each is deleted before the next one is made. Nothing is uploaded.
+The wheel is built from the source distribution, which holds the files that git tracks. Environments are made with uv,
+which unpacks each package once for all of them; the CUDA builds of torch and what they need take 6 GB. Each environment
+is deleted before the next one is made. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / ".release"
+TOOLS = WORK / "tools"
 DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 #: Tests that are run in the unpacked source distribution.
-TESTS = ("tests/test_public_api.py", "tests/test_readme.py", "tests/trainer/test_loop.py")
+TESTS = ("tests/test_architecture.py", "tests/test_readme.py", "tests/trainer/test_loop.py")
 #: Imports every module that needs no optional package, and warns about nothing.
 IMPORTS = """
 import importlib, pkgutil, sys
@@ -56,9 +58,11 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
     return done.stdout
 
 
-def pip(python: Path, *arguments: str | Path) -> None:
-    """Run pip of an environment."""
-    run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
+def uv(python: Path, command: str, *arguments: str | Path) -> None:
+    """Run a command of ``uv pip`` for an environment, with pip's own settings."""
+    settings = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
+    taken = {name: os.environ[pips] for name, pips in settings.items() if pips in os.environ}
+    run(TOOLS / "bin" / "uv", "pip", command, "--quiet", "--python", python, *arguments, **taken)
 
 
 def locked(package: str) -> str:
@@ -92,12 +96,12 @@ def distributions() -> list[Path]:
 
 def check_metadata() -> None:
     """Check the metadata, that the description renders, and the citation file."""
-    tools = WORK / "tools"
-    run(sys.executable, "-m", "venv", tools)
-    pip(tools / "bin" / "python", "install", "-r", HERE / "tools.txt")
-    run(tools / "bin" / "twine", "check", "--strict", *distributions())
+    run(sys.executable, "-m", "venv", TOOLS)
+    pip = [TOOLS / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "install", "-r", HERE / "tools.txt")
+    run(TOOLS / "bin" / "twine", "check", "--strict", *distributions())
     print("metadata and description: passed (twine check --strict)")
-    run(tools / "bin" / "cffconvert", "--validate", "-i", ROOT / "CITATION.cff")
+    run(TOOLS / "bin" / "cffconvert", "--validate", "-i", ROOT / "CITATION.cff")
     print("CITATION.cff: valid (cffconvert)")
 
 
@@ -126,13 +130,13 @@ def try_on(version: str, command: str, torch: str) -> None:
     folder = WORK / f"python{version}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        run(command, "-m", "venv", folder)
+        run(command, "-m", "venv", "--without-pip", folder)
         python = folder / "bin" / "python"
         wheel, source = distributions()
-        pip(python, "install", "--no-compile", f"torch=={torch}", wheel)
-        run(python, "-m", "pip", "check")
+        uv(python, "install", f"torch=={torch}", wheel)
+        uv(python, "check")
         print(f"Python {version}, wheel: {', '.join(checks(folder, 'wheel'))}", flush=True)
-        pip(python, "install", "--force-reinstall", "--no-deps", source)
+        uv(python, "install", "--reinstall", "--no-deps", source)
         print(f"Python {version}, source distribution: {', '.join(checks(folder, 'source'))}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
