@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ SHORT = {
     "Apache 2.0": "Apache-2.0",
     "Apache License, Version 2.0": "Apache-2.0",
     "Apache-2.0 license": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache Software License 2.0": "Apache-2.0",
     "BSD License": "BSD",
     "MIT License": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
@@ -58,16 +61,24 @@ before you ship the packages with a product.
 
 def metadata(wanted: list[str]) -> dict[str, dict[str, Any]]:
     """The metadata of packages, by name; ``wanted`` are requirements without extras."""
-    here = {(canonicalize_name(one.name), one.version): one.metadata.json for one in distributions()}
+    here = {(canonicalize_name(one.name), one.version.partition("+")[0]): one.metadata.json for one in distributions()}
     pins = [requirement.partition("==") for requirement in wanted]
     found = [here.get((canonicalize_name(name), version), {}) for name, _, version in pins]
     missing = [name for name, one in zip(wanted, found, strict=True) if not one]
     if missing:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"]
-        options = ["--ignore-installed", "--no-deps", "--report", "-"]
-        done = subprocess.run([*pip, *options, *missing], check=True, capture_output=True, text=True)
+        options = ["--quiet", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-"]
+        command = [python_with_newest_pip(), "-m", "pip", "install", *options, *missing]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
         found += [one["metadata"] for one in json.loads(done.stdout)["install"]]
     return {canonicalize_name(str(one["name"])): one for one in found if one}
+
+
+@cache
+def python_with_newest_pip() -> Path:
+    """The Python of an environment with the newest pip; older ones leave out how most packages state their license."""
+    folder = ROOT / ".release" / "pip"
+    subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", folder], check=True, capture_output=True)
+    return folder / "bin" / "python"
 
 
 def locked(path: Path) -> list[str]:
@@ -108,7 +119,8 @@ def needed(roots: list[str], packages: dict[str, dict[str, Any]]) -> set[str]:
 
 def table(names: set[str], packages: dict[str, dict[str, Any]]) -> str:
     """A table of packages with their licenses."""
-    rows = [f"| {name} | {packages[name]['version']} | {license_of(packages[name])} |" for name in sorted(names)]
+    shown = [(name, packages[name]["version"].partition("+")[0], license_of(packages[name])) for name in sorted(names)]
+    rows = [f"| {name} | {version} | {stated} |" for name, version, stated in shown]
     return "\n".join(["| package | version | license |", "|---|---|---|", *rows])
 
 
