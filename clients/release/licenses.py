@@ -98,7 +98,8 @@ def license_of(package: dict[str, Any]) -> str:
     if stated := package.get("license_expression"):
         return str(stated)
     named = [SHORT.get(one, one) for one in classifiers] or [SHORT.get(text, text[:60])]
-    return ", ".join(filter(None, named)) or "not stated"
+    files = [f"see its file {name}" for name in package.get("license_file", ())]
+    return ", ".join(filter(None, named)) or ", ".join(files) or "not stated"
 
 
 def needed(roots: list[str], packages: dict[str, dict[str, Any]]) -> set[str]:
