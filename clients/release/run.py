@@ -62,7 +62,7 @@ def uv(python: Path, command: str, *arguments: str | Path) -> None:
     """Run a command of ``uv pip`` for an environment, with pip's own settings."""
     settings = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
     taken = {name: os.environ[pips] for name, pips in settings.items() if pips in os.environ}
-    run(TOOLS / "bin" / "uv", "pip", command, "--quiet", "--python", python, *arguments, **taken)
+    run(TOOLS / "bin" / "uv", "pip", command, "--quiet", "--python", python, *arguments, cwd=ROOT, **taken)
 
 
 def locked(package: str) -> str:

@@ -201,7 +201,7 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 def _replace_methods() -> None:
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks
+    from ...trainer import arguments, default_callbacks, loop
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
@@ -222,6 +222,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
+        (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
         (EvalLoop, "switch"): _switching(EvalLoop.switch),
         (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
@@ -243,7 +244,7 @@ def _replace_methods() -> None:
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
-    TrainStep.clears_first = True
+    loop.choose_step = _clearing_first(loop.choose_step)
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -390,11 +391,29 @@ def _never_none(step: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _clearing_first(choose_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``choose_step``: gradients are cleared before a window's first backward, not right after the update."""
+
+    def choose(*args: Any) -> Any:
+        step = choose_step(*args)
+        if hasattr(step, "clearing"):
+            step.after_step = ()
+            step.before_backward = (lambda loss: step.state.window or _clear(step), *step.before_backward)
+        return step
+
+    return choose
+
+
+def _clear(step: Any) -> None:
+    for hook in step.clearing:
+        hook(step.optimizer)
+
+
 def _count_without_loss(step: Any) -> dict[str, Any]:
     """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
     state = step.state
     if not state.window:
-        step.zero_grad()
+        _clear(step)
     state.window += 1
     complete = state.window >= step.accumulate or state.is_last_batch
     if complete and not step.scales:
