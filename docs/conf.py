@@ -1,6 +1,5 @@
 """Sphinx's settings for the documentation site: `make docs` builds it into build/docs."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -28,8 +27,6 @@ extensions = [
 exclude_patterns = ["site", "pictures/*.md"]
 # Pages that are included begin below the heading that their own page has.
 suppress_warnings = ["myst.header"]
-# A folder may be empty, and the site builds all the same.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in str(record.msg))
 
 myst_heading_anchors = 6
 myst_enable_extensions = ["colon_fence"]

@@ -115,6 +115,16 @@ def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
     }
 
 
+def opened(address: str, folder: Path) -> str:
+    """What a browser makes of a page; it complains about nothing."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += ["--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line and '"[PST]' not in line]
+    assert not said, f"{address}: {said}"
+    return done.stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_path: Path) -> None:
     expected = {
@@ -123,10 +133,19 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
         "search.html?q=checkpoint": "Search finished, found",
     }
     for page, words in expected.items():
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        command += ["--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", f"{site.as_uri()}/{page}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert words in done.stdout, page
-        said = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line and '"[PST]' not in line]
-        assert not said, f"{page}: {said}"
-    assert 'class="search"><li' in done.stdout
+        seen = opened(f"{site.as_uri()}/{page}", tmp_path)
+        assert words in seen, page
+    assert 'class="search"><li' in seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_the_plots_the_bar_and_the_report_of_notebooks(site: Path, tmp_path: Path) -> None:
+    first = opened(f"{site.as_uri()}/notebooks/first_fit.html", tmp_path)
+    plots = [name for name in re.findall(r'<img [^>]*src="([^"]+[.]png)"', first) if "_images" in name]
+    assert len(plots) == 2, "the digits, and those that are hard to read"
+    assert all((site / "notebooks" / name).stat().st_size > 2000 for name in plots)
+    assert "Epoch 7/7: 22/22 (100%)" in first
+    assert "of the digits are read correctly" in first
+    report = opened(f"{site.as_uri()}/notebooks/what_is_slow.html", tmp_path)
+    assert "Waiting for data takes" in report
+    assert re.search(r'<iframe [^>]*srcdoc="[^"]*How it went', report)
