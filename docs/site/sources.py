@@ -30,7 +30,11 @@ def write_pages(app: Sphinx, config: Any) -> None:
             seen.add(path)
             waiting.append(path)
         if not origin.startswith("docs/") and origin != "CHANGELOG.md":
-            made = f"---\norphan: true\n---\n\n{led(root, origin, text)}" if text else listing(root, origin)
+            made = (
+                f"---\norphan: true\nnosearch: true\n---\n\n{led(root, origin, text)}"
+                if text
+                else listing(root, origin)
+            )
             write(docs / place(origin), made)
 
 
@@ -69,7 +73,7 @@ def led(root: Path, origin: str, text: str) -> str:
 
 def listing(root: Path, path: str) -> str:
     """A page that shows a file, or the files of a folder."""
-    text = ":orphan:\n\n" + heading(path, "=")
+    text = ":orphan:\n:nosearch:\n\n" + heading(path, "=")
     up = "../" * (len(Path(path).parts) + 1)
     whole = root / path
     for file in [whole] if whole.is_file() else sorted(one for one in whole.iterdir() if one.suffix in LANGUAGES):
