@@ -179,7 +179,7 @@ class CheckpointKeeper(Checkpoint):
             self.current_score = score
         late = ranked and self._saved_step == step and self._score_late(score)
         gone = self._pushed_out(step, score) if ranked and self._saved_step != step else None
-        last = self.save_last and (late or gone is not None or self._last_step != step)
+        last = bool(self.save_last) and (late or gone is not None or self._last_step != step)
         if gone is not None or last:
             trainer.saver.wait()  # whether the previous save succeeded decides which files can be replaced
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
@@ -200,7 +200,7 @@ class CheckpointKeeper(Checkpoint):
         try:
             values = self._values(trainer)
             path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
-            last = self.save_last and self._last_step != step
+            last = bool(self.save_last) and self._last_step != step
             if path is not None or last:
                 self._write(trainer, values, path, None, last)
             if path is not None:
