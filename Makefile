@@ -9,6 +9,7 @@
 #   make gpu      tests and benchmarks on a machine with a GPU; 25 minutes at most, installs nothing
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
+#   make docs    the documentation as a site of static files in build/docs; half a minute
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
@@ -26,7 +27,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu docs format demo clean
 
 test: lint types tests
 
@@ -75,6 +76,10 @@ tests-shuffled: .venv/installed
 test-all: lint types .venv/installed
 	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
 
+docs: .venv/installed
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 docs build/docs
+	@echo "Open file://$(CURDIR)/build/docs/index.html"
+
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -101,4 +106,5 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients .loggers .streams .torches .tpu build dist *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf .venv .demo .clients .loggers .streams .torches .tpu build dist *.egg-info .pytest_cache .ruff_cache runs \
+		docs/reference docs/sources

@@ -14,6 +14,7 @@ from .. import messages
 from ..devices.kinds import CUDA_KIND, kind_of
 from ..processes import launch
 from ..processes.devices import find_kind
+from ..processes.process_group import is_shared, leave_alone
 from ..processes.torch_elastic import RendezvousPoint
 from ..settings import resolve
 from .enums import MixedName, PrecisionType
@@ -88,11 +89,13 @@ def _start(
 ) -> Any:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_processes={count!r} is not a valid number of processes. Pass 1 or more.")
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and is_shared():
         raise RuntimeError(
             "This process is already in a process group, so it cannot launch other processes. Restart the notebook, or "
             "call PartialState().destroy_process_group() first."
         )
+    if dist.is_available():
+        leave_alone()  # of a fit on one process
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with environment(variables), forgotten():  # the new processes have different ranks
         return launch.start(function, tuple(args), count, method, kind, place=place)

@@ -239,8 +239,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         ignored_modules: modules whose parameters are not sharded: a list, or a regular expression that matches their
             full names. Gradients of their trainable parameters are averaged across processes, like all others.
         param_init_fn, activation_checkpointing_offload: not supported.
-        backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
+        backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params: have no effect.
+        sync_module_states, cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
     """
 
 

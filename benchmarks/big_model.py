@@ -17,15 +17,13 @@ import importlib.util
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import machine, progress, quiet_environment, rss_mb, table
+from measuring import in_fresh_process, machine, progress, rss_mb, table
 from torch import Tensor, nn
 
 WIDTH, VOCABULARY = 2048, 8192
@@ -150,13 +148,8 @@ Results = dict[tuple[str, str], list[dict[str, Any]]]
 def ask(case: tuple[str, str], args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Measure in a fresh process."""
     with tempfile.TemporaryDirectory(dir=args.where) as offload:
-        command = [sys.executable, str(Path(__file__)), "--child", *case, "--folder", folder, "--offload", offload]
-        command += ["--depth", str(args.depth), "--limit", args.limit]
-        environment = {**quiet_environment(), "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+        options = ["--folder", folder, "--offload", offload, "--depth", args.depth, "--limit", args.limit]
+        return in_fresh_process(__file__, "--child", *case, *options, MALLOC_MMAP_THRESHOLD_=str(2**20))
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import SEED, machine, progress, quiet_environment, rss_mb, table
+from measuring import SEED, in_fresh_process, machine, progress, rss_mb, table
 from torch import Tensor, nn
 
 EVERY, SAVES = 10, 5
@@ -216,12 +215,7 @@ def child(name: str, folder: str) -> None:
 def ask(name: str, folder: str) -> dict[str, float]:
     """Measure in a fresh process."""
     with tempfile.TemporaryDirectory(dir=folder) as inside:
-        command = [sys.executable, str(Path(__file__)), "--child", name, inside]
-        environment = {**quiet_environment(), "TERM": "dumb"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+        return in_fresh_process(__file__, "--child", name, inside, TERM="dumb")
 
 
 def main() -> None:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import statistics
-import subprocess
-import sys
 
-from measuring import machine, progress, quiet_environment, spread, table
+from measuring import in_fresh_process, machine, progress, spread, table
 
 STATEMENTS = {
     "paceline": "import paceline",
@@ -39,9 +36,7 @@ print(json.dumps([(middle - start) * 1e3, (end - middle) * 1e3, len(sys.modules)
 
 def measure(statement: str) -> list[float]:
     """CPU milliseconds of ``import torch``, of the statement after it, and how many modules that added."""
-    command = [sys.executable, "-c", PROGRAM.format(statement=statement)]
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet_environment(), check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_fresh_process("-c", PROGRAM.format(statement=statement))
 
 
 def main() -> None:

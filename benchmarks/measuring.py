@@ -8,9 +8,11 @@ whatever a framework fetches ahead. A tick costs about 0.1 us; the hand-written 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -182,3 +184,12 @@ def quiet_environment() -> dict[str, str]:
     # An installed package has its bytecode; a checkout gets it in the first process that imports it.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**inherited, **quiet, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+
+
+def in_fresh_process(*arguments: object, **variables: str) -> Any:
+    """Run Python with ``arguments``, and with more environment variables; return its last line, which is JSON."""
+    command, environment = [sys.executable, *map(str, arguments)], {**quiet_environment(), **variables}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])

@@ -14,12 +14,10 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
 from contestants import CONTESTANTS, Contestant
-from measuring import CLOCK, Clock, Task, machine, progress, quiet_environment, rss_mb, table
+from measuring import CLOCK, Clock, Task, in_fresh_process, machine, progress, rss_mb, table
 
 LARGE = Task(steps=8, warmup=1, block=4, tail=1, width=2048, depth=24)  # 24 layers of 2048 x 2048: 100.8 M parameters
 FIRST, LAST = 2_000, 22_000
@@ -60,14 +58,9 @@ def child(name: str, what: str) -> None:
 
 def ask(name: str, what: str) -> float:
     """Measure in a fresh process."""
-    command = [sys.executable, str(Path(__file__)), "--child", name, what]
     # By default glibc keeps freed blocks of up to 32 MB in its heap once it has seen one, so that the peak wobbles by
     # one or two of this model's weights. With a fixed threshold what is freed is gone: the peak is what was alive.
-    environment = {**quiet_environment(), "TERM": "dumb", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_fresh_process(__file__, "--child", name, what, TERM="dumb", MALLOC_MMAP_THRESHOLD_=str(2**20))
 
 
 def main() -> None:

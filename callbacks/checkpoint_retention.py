@@ -97,8 +97,8 @@ class CheckpointKeeper(Checkpoint):
         self.kth_value = self._worst
         self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._given_dirpath = None if dirpath is None else storage.absolute(dirpath)
-        self._files = RunFiles(self._given_dirpath or "")
+        self._files = RunFiles("")
+        self.dirpath = dirpath
         self._inherited: dict[str, Any] | None = None
         self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
@@ -107,8 +107,13 @@ class CheckpointKeeper(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:  # type: ignore[override] - chosen when the fit starts
-        """The absolute path of the checkpoint folder; None until a fit has chosen it."""
+        """The absolute path of the checkpoint folder; None until a fit has chosen it. Set it before the fit."""
         return self._files.folder or None
+
+    @dirpath.setter
+    def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        self._given_dirpath = None if dirpath is None else storage.absolute(dirpath)
+        self._files.folder = self._given_dirpath or ""
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage != "fit":

@@ -14,6 +14,11 @@ MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
 _SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
 _KINDS = {"multi-GPU": "cuda", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
+_INSTEAD_OF_AWS = (
+    "is not supported: Paceline starts processes only on the machine on which it is launched. Choose 'This machine'. "
+    "To train on N machines, run on each, with RANK from 0 to N - 1: paceline launch --num_machines N "
+    "--num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 train.py."
+)
 
 
 class Dialog:
@@ -34,8 +39,11 @@ class Dialog:
             self.values[name] = self.yes(question, default)
         return self.values[name]
 
-    def choose(self, question: str, choices: Sequence[str], unsupported: Sequence[str] = ()) -> str:
-        """Ask the user to pick one of ``choices``; the first is the default."""
+    def choose(self, question: str, choices: Sequence[str], unsupported: Mapping[str, str] | None = None) -> str:
+        """Ask the user to pick one of ``choices``; the first is the default.
+
+        ``unsupported`` has, for choices that are listed but not supported, what to do instead.
+        """
 
         def parse(word: str) -> str:
             close = [one for one in choices if one.lower().startswith(word.lower())]
@@ -43,10 +51,8 @@ class Dialog:
                 close = [choices[int(word)]]
             if len(close) != 1:
                 raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
-            if close[0] in unsupported:
-                raise ValueError(
-                    "is not supported: Paceline starts processes only on this machine. Choose another option."
-                )
+            if unsupported and close[0] in unsupported:
+                raise ValueError(unsupported[close[0]])
             return close[0]
 
         listed = "".join(f"\n  {number}: {one}" for number, one in enumerate(choices))
@@ -95,7 +101,7 @@ class Dialog:
 def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     """Ask for everything that training needs. Return the settings, starting with the given ones."""
     talk = Dialog(given)
-    talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
+    talk.choose("In which compute environment are you running?", PLACES, {PLACES[1]: _INSTEAD_OF_AWS})
     machine = talk.choose("Which type of machine are you using?", MACHINES)
     several = machine != MACHINES[0]
     if several:

@@ -138,7 +138,7 @@ def examine(source: Source, arguments: Namespace) -> MemoryReport:
     precisions = [DTYPES[dtype][0] for dtype in arguments.dtypes]
     rows = [row for precision in precisions if precision for row in trainings.of(precision)]
     report.training = [Training(row, machine.fits(row)) for row in rows]
-    report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
+    report.loading = [_loading(source, dtype, rows) for dtype in arguments.dtypes]
     report.verdict = list(MemoryVerdict(report, trainings, machine, arguments).sentences())
     if source.module is not None and machine.device == "cpu" and not machine.shared:
         report.notes.append("Estimated with CPU kernels, because this machine has no GPU.")
@@ -189,7 +189,7 @@ class Trainings:
             return estimate_strategies(self.source.module, None, strategies, **settings)
 
 
-def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str) -> Loading:
+def _loading(source: Source, dtype: str, rows: list[MemoryEstimate]) -> Loading:
     precision, bits = DTYPES[dtype]
     weights = sum(size.bytes(bits) for size in source.sizes.values())
     largest = largest_layer({name: size.bytes(bits) for name, size in source.sizes.items()})[1]

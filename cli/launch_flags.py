@@ -17,7 +17,10 @@ _GROUPS = {
     "data": "data",
     "logging": "logging",
 }
-_TPU = "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove the flag"
+_TPU = (
+    "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove the flag, and "
+    "run 'paceline launch --tpu' on each machine"
+)
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = (
     "8-bit training uses torchao. Use --mixed_precision fp8, and set details with AORecipeKwargs in the script, or "

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
+from environments import Environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -193,15 +192,12 @@ def read_table(path: Path = HERE / "clients.toml") -> list[Client]:
 
 def install(client: Client) -> None:
     """Make the environment, unless the one from the last time has the same versions."""
-    wanted = hashlib.sha256(client.lock.read_bytes()).hexdigest()
-    stamp = client.place / "installed"
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    venv.create(client.place, clear=True, with_pip=True)
-    pip = [client.python, "-m", "pip", "install", "--quiet"]
-    _call([*pip, "--no-compile", "-r", client.lock])
-    _call([*pip, "--no-deps", "--no-build-isolation", "-e", ROOT])
-    stamp.write_text(wanted)
+    environment = Environment(client.place, client.lock)
+    if not environment.is_current():
+        environment.create(shared=False)
+        environment.install("-r", client.lock)
+        environment.install("--no-deps", "--no-build-isolation", "-e", ROOT)
+        environment.finish()
 
 
 def fetch(client: Client) -> Path:

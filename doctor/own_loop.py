@@ -13,7 +13,7 @@ from torch import nn
 from .. import messages
 from ..strategies.base import Strategy
 from .doctor import Doctor
-from .script_options import Plan, loader_change
+from .script_options import Plan
 from .step_clock import INDEX
 from .subject import has_compiled
 
@@ -124,7 +124,7 @@ class OwnLoop:
 
     def loader_to_prepare(self, loader: Any) -> Any:
         """Return the loader to prepare instead of the user's ``loader``."""
-        return loader
+        return self.examiner.loader_to_prepare(loader)
 
     def one_pass(self, loader: Any, hand_out: Callable[..., Generator[Any]], iterator: Iterator[Any]) -> Generator[Any]:
         """Measure a pass over a loader; it counts as evaluation if every model is in eval mode.
@@ -169,7 +169,6 @@ class PlannedLoop(OwnLoop):
 
         super().__init__(accelerator, PlannedDoctor(plan))
         self._plan = plan
-        self._change = loader_change(plan.change)
         self._done = False
 
     def start(self) -> None:
@@ -177,11 +176,6 @@ class PlannedLoop(OwnLoop):
         self.examiner.setup("fit", self.accelerator.local_process_index)
         self.begin()
         atexit.register(self._finish_if_it_went_well)
-
-    def loader_to_prepare(self, loader: Any) -> Any:
-        from .script_run import changed
-
-        return changed(loader, **self._change) if self._change else loader
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return the batches, and exit the program when there have been enough."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +31,16 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Use the changed training loader, and write checkpoints to a folder where no other run will find them."""
+        """Write checkpoints to a folder where no other run will find them."""
         if trainer.state.fn != "fit":
             return
-        change, source = loader_change(self.plan.change), trainer.current_run.source
-        if change:
-            load: Callable[[str], Any] = source._load
-            source._load = lambda stage: changed(load(stage), **change) if stage == "train" else load(stage)
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
         for number, keeper in enumerate(keepers):
-            keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
+            keeper.dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
+
+    def loader_to_prepare(self, loader: Any) -> Any:
+        change = loader_change(self.plan.change)
+        return changed(loader, **change) if change else loader
 
     def attach(self, trainer: Trainer) -> None:
         """Make the fit stop after the plan's number of batches, unless it ends earlier."""

@@ -104,7 +104,6 @@ class Rehearsal:
         copier = Copier(self.mode, strategy.device, dtype)
         self.module = copier.module(module).train()
         self.batch = copier.batch(batch)
-        self.has_batch = batch is not None
         self.make_optimizers = optimizer
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing

@@ -19,18 +19,21 @@ from .hang_watch import Watch
 from .rendezvous_store import shared_store
 
 _THREADS = Path("/proc/self/task")
+_alone: Any = None
 
 
 def join(
     cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
 ) -> None:
     """Join the cluster's process group, or create one for this process alone. Does nothing if a group exists."""
+    global _alone
     if dist.is_initialized():
         return
     with_device: dict[str, Any] = {"device_id": device} if kind_of(device).binds_process_group else {}
     if cluster is None:
         store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, **with_device)
+        _alone = dist.group.WORLD
     else:
         cluster.export()
         where: dict[str, Any] = (
@@ -55,6 +58,17 @@ def leave() -> None:
     if dist.is_initialized():
         wait_for_gloo()
         dist.destroy_process_group()
+
+
+def is_shared() -> bool:
+    """Return True if this process is in a process group, except one that :func:`join` created for it alone."""
+    return dist.is_initialized() and dist.group.WORLD is not _alone
+
+
+def leave_alone() -> None:
+    """Leave the process group that :func:`join` created for this process alone, if it is in it."""
+    if dist.is_initialized() and not is_shared():
+        leave()
 
 
 @dataclass

@@ -115,6 +115,10 @@ class Profiler:
     def connect(self, trainer: Trainer) -> None:
         """Called when the run's module and data are known, before functions are bound."""
 
+    def loader_to_prepare(self, loader: Any) -> Any:
+        """Return the training loader to prepare instead of the user's ``loader``."""
+        return loader
+
     def attach(self, trainer: Trainer) -> None:
         """Called when all functions are bound, before the first batch is fetched."""
 

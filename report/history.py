@@ -20,7 +20,7 @@ from .record import FORMAT, NAME, PARTS, SUFFIX
 #: Number of subfolder levels that are searched for checkpoints.
 _DEPTH = 2
 #: Parts of the time that count as training time.
-TRAINING = ("data", "step", "rest")
+_TRAINING = ("data", "step", "rest")
 #: Maximum number of intervals in the speed chart.
 _STRETCHES = 120
 
@@ -48,11 +48,6 @@ class Start:
     end: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     last: float = 0.0
-
-    @property
-    def training_seconds(self) -> float:
-        """The training time in seconds, without setup, evaluation and checkpoints."""
-        return sum(self.clock.get(part, 0.0) for part in TRAINING)
 
 
 @dataclass
@@ -361,7 +356,7 @@ def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
     for place, row in enumerate(rows):
         if before is None or row["updates"] <= before["updates"] or (place % every and place + 1 < len(rows)):
             continue
-        seconds = sum(row["clock"][part] - before["clock"][part] for part in TRAINING)
+        seconds = sum(row["clock"][part] - before["clock"][part] for part in _TRAINING)
         if seconds > 0:
             yield row["updates"], seconds, row["updates"] - before["updates"], row["batches"] - before["batches"]
         before = row

@@ -25,7 +25,7 @@ from ..processes.device_transfer import in_dtype
 from ..processes.environments import ClusterEnvironment, of_cluster
 from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
-from ..processes.process_group import host_room, join
+from ..processes.process_group import host_room, is_shared, join, leave_alone
 from ..processes.stop_agreement import Stop
 from ..processes.timings import phase
 from ..torch_private import pytree
@@ -229,12 +229,13 @@ class DistributedStrategy(Strategy):
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
-        if dist.is_initialized() or self._find_cluster() is not None or len(self.devices) * self._nodes == 1:
+        if is_shared() or self._find_cluster() is not None or len(self.devices) * self._nodes == 1:
             return None
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes. Depending on the start method, each reruns the command or calls ``function``."""
+        leave_alone()  # of an earlier run on one process
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(

@@ -27,7 +27,7 @@ def whole(state: Any, keep: bool) -> Any:
         if not isinstance(value, DTensor):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         if id(value) not in known:
-            full = value.full_tensor().detach()
+            full = value.detach().full_tensor()  # detached first: torch 2.11 cannot gather it where gradients are off
             known[id(value)] = full.cpu() if keep else full.to("meta")
         return known[id(value)]
 

@@ -1,4 +1,7 @@
-"""``clients/run.py``: its table can be read, and what two runs of a library's tests show is compared test by test."""
+"""``clients/run.py``: its table can be read, and two runs of a library's tests are compared test by test.
+
+``clients/environments.py``: an environment is made again when its sources change.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "clients_run", module)  # for its dataclasses
+    monkeypatch.syspath_prepend(FOLDER)
     spec.loader.exec_module(module)
     return module
 
@@ -78,3 +82,15 @@ def test_a_test_whose_losses_differ_is_lost(run: ModuleType, tmp_path: Path) -> 
     assert result.error("a::3") == "losses are up to 0.5 apart"
     assert result.differences["a::0"] == pytest.approx(0.005)
     assert "| 4 | 4 | 2 | 0 | inf |" in run.table([result])
+
+
+def test_an_environment_is_made_again_when_one_of_its_sources_changes(run: ModuleType, tmp_path: Path) -> None:
+    sources = tmp_path / "lock.txt", tmp_path / "plugin.c"
+    for source in sources:
+        source.write_text("1")
+    environment = run.Environment(tmp_path, *sources)
+    assert not environment.is_current()
+    environment.finish()
+    assert run.Environment(tmp_path, *sources).is_current()
+    sources[1].write_text("2")
+    assert not environment.is_current()

@@ -14,7 +14,8 @@ REPORT = """<testsuites><testsuite name="pytest" errors="1" failures="2" skipped
 
 
 @pytest.fixture
-def run() -> ModuleType:
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "clients")  # and back again, with what run.py adds
     spec = importlib.util.spec_from_file_location("torches_run", ROOT / "clients" / "torches" / "run.py")
     assert spec is not None
     assert spec.loader is not None

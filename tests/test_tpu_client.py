@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_every_package_is_pinned_by_hash_and_the_tests_exist() -> None:
+def test_every_package_is_pinned_by_hash_and_the_tests_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "clients")  # and back again, with what run.py adds
     spec = importlib.util.spec_from_file_location("tpu_run", ROOT / "clients" / "tpu" / "run.py")
     assert spec is not None
     assert spec.loader is not None

@@ -105,8 +105,9 @@ class DataSource:
     def train(self) -> Any:
         """Create the training loader on the first call, and return it."""
         if self.train_loader is None and not self._is_elsewhere:
-            with self.run.trainer.profiler.profile("setup_train_dataloader"):
-                loader = train_loader(self._load("train"))
+            profiler = self.run.trainer.profiler
+            with profiler.profile("setup_train_dataloader"):
+                loader = train_loader(profiler.loader_to_prepare(self._load("train")))
             if self.run.trainer.overfit_batches:
                 loader = self._in_order(loader, "train")
             whole, loader = loader, self._mine(loader, shard_training)

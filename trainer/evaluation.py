@@ -106,7 +106,7 @@ class EvalLoop:
         if run.state.pending is Pending.VALIDATION:
             run.state.pending = Pending.PLATEAUS
         if run.state.stage != "sanity_check":
-            numbers = metrics.send_epoch(found, run.state.x_axis(run.state.updates), run.state.epoch)
+            numbers = metrics.send_epoch(found)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
         for hook in self.hooks("end"):
             hook()

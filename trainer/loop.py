@@ -359,16 +359,14 @@ class FitLoop:
         results = metrics.finish_epoch()
         if complete and schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
-        metrics.send_epoch(results, state.x_axis(state.updates), state.epoch)
+        metrics.send_epoch(results)
         metrics.check_losses(outputs)
         state.pending = TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         state.pending = NOTHING
-        metrics.send_epoch(
-            metrics.finish_epoch(), state.x_axis(state.updates), state.epoch
-        )  # values logged by the monitors
+        metrics.send_epoch(metrics.finish_epoch())  # values logged by the monitors
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
                 f"{type(self.run.module).__name__}.training_step did not step any of self.optimizers() in an entire "

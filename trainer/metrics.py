@@ -397,14 +397,14 @@ class MetricStore:
         if not record.options.rank_zero_only:
             self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
 
-    def send_epoch(self, results: list[Result], step: int, epoch: int) -> dict[str, float]:
+    def send_epoch(self, results: list[Result]) -> dict[str, float]:
         """Copy epoch values to the host in one transfer, then pass them to the progress bar and the loggers."""
         self.drain()
         numbers = to_host({record.epoch_key: value for _, record, value in results})
         self._bar.keep({r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.options.prog_bar})
         logged = {r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.logger}
         if logged:
-            self._write(logged, step, epoch)
+            self._write(logged, self.state.x_axis(self.state.updates), self.state.epoch)
         return numbers
 
     def check_losses(self, output: Any) -> None:

@@ -69,8 +69,6 @@ class TrainStep(ManualStep):
 
     #: The name of the method that runs an update.
     UPDATE = "update"
-    #: Whether gradients are cleared before a window's first backward instead of right after the update.
-    clears_first = False
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(run, forward)
@@ -80,7 +78,7 @@ class TrainStep(ManualStep):
         self.accumulate = run.trainer.accumulate_grad_batches
         self.share = run.source.last_share
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
-        self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
+        self.before_step = hooks.on_before_optimizer_step
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
         # `overridden` returns a user's own method, or None; `by_module` only adds the timing if there is a profiler.
         own_backward = overridden(module, "backward", TrainingModule)
@@ -93,6 +91,8 @@ class TrainStep(ManualStep):
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
         clear = partial(self._zero_grad, zero_grad) if own_zero or own_clear else clear_gradients
         self.clear = by_module(run, "optimizer_zero_grad", clear)
+        # `clearing` clears the gradients; `after_step` runs after each optimizer step. Both take the optimizer.
+        self.clearing = self.after_step = (*hooks.on_before_zero_grad, self.clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         run = self.run
@@ -146,8 +146,6 @@ class TrainStep(ManualStep):
                 loss = loss / self.accumulate
             if self.share != 1.0 and self.state.is_last_batch:
                 loss = loss * self.share
-        if self.clears_first and not self.state.window:
-            self.zero_grad()
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -174,21 +172,13 @@ class TrainStep(ManualStep):
         optimizer, state = self.optimizer, self.state
         self.complete()
         stepped = self.take(optimizer)  # False if fp16 found an overflow
-        if not self.clears_first:  # one call less than zero_grad
-            for hook in self.before_zero:
-                hook(optimizer)
-            self.clear(optimizer)
+        for hook in self.after_step:
+            hook(optimizer)
         state.window = 0
         if stepped:
             state.stepped = True
             state.global_step += 1
             state.updates += 1
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, after the ``on_before_zero_grad`` hooks."""
-        for hook in self.before_zero:
-            hook(self.optimizer)
-        self.clear(self.optimizer)
 
     def complete(self) -> None:
         """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
@@ -242,8 +232,7 @@ class ClosureStep(TrainStep):
         def closure() -> Tensor | None:
             if evaluated:
                 state.window, self.losses.window.items = earlier
-                if state.window or not self.clears_first:
-                    self.clear(self.optimizer)
+                self.restart()
             self.managed.expected = False  # no step is expected while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
@@ -265,6 +254,10 @@ class ClosureStep(TrainStep):
             )
         return evaluated[0]
 
+    def restart(self) -> None:
+        """Clear the gradients before the closure evaluates the loss again."""
+        self.clear(self.optimizer)
+
     def step_through_module(self, closure: Callable[[], Any]) -> None:
         """Run the module's ``optimizer_step``, then clear the gradients.
 
@@ -275,8 +268,8 @@ class ClosureStep(TrainStep):
         self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
-            if not self.clears_first:
-                self.zero_grad()
+            for hook in self.after_step:
+                hook(self.optimizer)
             state.window = 0
 
     def finish_window(self) -> None:

@@ -59,7 +59,7 @@ def has_len_all_ranks(
     if None in lengths:
         return False
     kind = type(dataloader).__name__
-    if not sum(lengths):
+    if not any(lengths):
         messages.warn(f"{kind} has a length of 0 on every rank, so it yields no batches.")
     elif not length and not allow_zero_length_dataloader_with_multiple_devices:
         raise RuntimeError(

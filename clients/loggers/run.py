@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import site
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from environments import with_lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -34,26 +34,15 @@ PACKAGES = {
 }
 
 
+def lock(name: str) -> Path:
+    """The versions of everything in a service's environment."""
+    return HERE / "locks" / f"{name}.txt"
+
+
 def version(name: str) -> str:
     """The locked version of a service's package."""
-    lines = (HERE / "locks" / f"{name}.txt").read_text().splitlines()
+    lines = lock(name).read_text().splitlines()
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{PACKAGES[name]}=="))
-
-
-def install(name: str) -> Path:
-    """Make the environment of a service, unless it is there with the same versions; return its Python."""
-    folder, lock = WORK / name, HERE / "locks" / f"{name}.txt"
-    python, stamp = folder / "bin" / "python", folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == lock.read_text():
-        return python
-    venv.create(folder, clear=True, with_pip=True)
-    inside = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    below = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()]
-    (inside / "below.pth").write_text("\n".join(below) + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-deps"]
-    subprocess.run([*pip, "-r", lock], check=True)
-    stamp.write_text(lock.read_text())
-    return python
 
 
 def test(name: str, python: Path) -> bool:
@@ -81,7 +70,7 @@ def main() -> None:
     for name in arguments.only or PACKAGES:
         print(f"{name}:", file=sys.stderr, flush=True)
         start = time.monotonic()
-        passed = test(name, install(name))
+        passed = test(name, with_lock(WORK / name, lock(name)))
         rows.append((f"{PACKAGES[name]} {version(name)}", "passed" if passed else "FAILED", time.monotonic() - start))
     for package, result, seconds in rows:
         print(f"{package:24} {result:8} {seconds:4.0f} s")

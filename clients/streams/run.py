@@ -12,36 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import site
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
 from sources import FORMS, Form
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from environments import with_lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / ".streams"
 PACKAGES = list(dict.fromkeys(form.package for form in FORMS))
 HEADER = ["package", "read with", "workers", "as many ranks", "other number of ranks"]
-
-
-def install() -> Path:
-    """Make the environment, unless it is there with the same versions; return its Python."""
-    lock, python, stamp = HERE / "lock.txt", WORK / "bin" / "python", WORK / "installed.txt"
-    if stamp.exists() and stamp.read_text() == lock.read_text():
-        return python
-    venv.create(WORK, clear=True, with_pip=True)
-    inside = Path(sysconfig.get_path("purelib", vars={"base": str(WORK), "platbase": str(WORK)}))
-    below = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()]
-    (inside / "below.pth").write_text("\n".join(below) + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-deps"]
-    subprocess.run([*pip, "-r", lock], check=True)
-    stamp.write_text(lock.read_text())
-    return python
 
 
 def cells_of(package: str, python: Path) -> list[dict[str, Any]]:
@@ -104,7 +89,7 @@ def main() -> None:
     if arguments.cells:
         cells = [json.loads(line) for line in arguments.cells.read_text().splitlines() if line.startswith("{")]
     else:
-        python = install()
+        python = with_lock(WORK, HERE / "lock.txt")
         cells = [cell for package in packages for cell in cells_of(package, python)]
     documented = {line.strip() for line in (ROOT / "docs" / "checkpoints.md").read_text().splitlines()}
     rows = [row for index, form in enumerate(FORMS) if form.package in packages for row in rows_of(index, form, cells)]

@@ -71,6 +71,10 @@ class Forgetful(IterableDataset[Any]):
         return ({"number": number} for number in range(first, SAMPLES, every))
 
 
+def _plain(dataset: Any, workers: int) -> DataLoader[Any]:
+    return DataLoader(dataset, BATCH_SIZE, num_workers=workers)
+
+
 def _stateful(dataset: Any, workers: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -121,11 +125,11 @@ def write_mds(folder: Path) -> None:
             writer.write({"number": number})
 
 
-def _mosaic(folder: Path, shuffle: bool) -> Any:
+def _mosaic(folder: Path) -> Any:
     streaming = _streaming()
     streaming.base.util.clean_stale_shared_memory()  # what a killed run leaves behind
     return streaming.StreamingDataset(
-        local=str(folder), shuffle=shuffle, batch_size=BATCH_SIZE, num_canonical_nodes=2, shuffle_seed=7
+        local=str(folder), shuffle=True, batch_size=BATCH_SIZE, num_canonical_nodes=2, shuffle_seed=7
     )
 
 
@@ -143,10 +147,16 @@ def write_lit(folder: Path) -> None:
     litdata.optimize(_numbered, list(range(SAMPLES)), str(folder), chunk_size=SAMPLES // SHARDS, num_workers=1)
 
 
-def _lit(folder: Path, shuffle: bool) -> Any:
+def _lit(folder: Path) -> Any:
     import litdata
 
-    return litdata.StreamingDataset(str(folder), shuffle=shuffle, seed=7, drop_last=True)
+    return litdata.StreamingDataset(str(folder), shuffle=True, seed=7, drop_last=True)
+
+
+def _lit_loader(folder: Path, workers: int) -> Any:
+    import litdata
+
+    return litdata.StreamingDataLoader(_lit(folder), batch_size=BATCH_SIZE, num_workers=workers)
 
 
 # ---- webdataset ------------------------------------------------------------------------------------------------------
@@ -166,17 +176,18 @@ def _first(sample: dict[str, Any]) -> dict[str, int]:
     return {"number": sample["number.json"]}
 
 
-def _tars(folder: Path, **options: Any) -> Any:
+def _tars(folder: Path, by_node: bool) -> Any:
     import webdataset
 
-    last = f"{{0..{SHARDS - 1}}}"
-    return webdataset.WebDataset(str(folder / f"{last}.tar"), shardshuffle=False, **options).decode().map(_first)
+    splitter = webdataset.split_by_node if by_node else None
+    files = str(folder / f"{{0..{SHARDS - 1}}}.tar")
+    return webdataset.WebDataset(files, shardshuffle=False, nodesplitter=splitter).decode().map(_first)
 
 
-def _node_splitter() -> Any:
+def _web_loader(folder: Path, workers: int) -> Any:
     import webdataset
 
-    return webdataset.split_by_node
+    return webdataset.WebLoader(_tars(folder, by_node=True), batch_size=BATCH_SIZE, num_workers=workers)
 
 
 FORMS = [
@@ -190,19 +201,19 @@ FORMS = [
         "torchdata",
         "`DataLoader` of the same stream",
         _nothing,
-        lambda folder, workers, rank, world: DataLoader(Numbers(), BATCH_SIZE, num_workers=workers),
+        lambda folder, workers, rank, world: _plain(Numbers(), workers),
     ),
     Form(
         "torchdata",
         "`DataLoader` of a stream without a `state_dict`",
         _nothing,
-        lambda folder, workers, rank, world: DataLoader(Forgetful(), BATCH_SIZE, num_workers=workers),
+        lambda folder, workers, rank, world: _plain(Forgetful(), workers),
     ),
     Form(
         "datasets",
         "`DataLoader`",
         write_lines,
-        lambda folder, workers, rank, world: DataLoader(_streamed(folder), BATCH_SIZE, num_workers=workers),
+        lambda folder, workers, rank, world: _plain(_streamed(folder), workers),
     ),
     Form(
         "datasets",
@@ -220,9 +231,7 @@ FORMS = [
         "datasets",
         "`DataLoader`, after `shuffle(buffer_size=10)`",
         write_lines,
-        lambda folder, workers, rank, world: DataLoader(
-            _streamed(folder, shuffled=True), BATCH_SIZE, num_workers=workers
-        ),
+        lambda folder, workers, rank, world: _plain(_streamed(folder, shuffled=True), workers),
     ),
     Form(
         "datasets",
@@ -235,16 +244,14 @@ FORMS = [
         "`StreamingDataLoader`",
         write_mds,
         lambda folder, workers, rank, world: _streaming().StreamingDataLoader(
-            _mosaic(folder, shuffle=True), batch_size=BATCH_SIZE, num_workers=workers
+            _mosaic(folder), batch_size=BATCH_SIZE, num_workers=workers
         ),
     ),
     Form(
         "mosaicml-streaming",
         "`DataLoader`",
         write_mds,
-        lambda folder, workers, rank, world: DataLoader(
-            _mosaic(folder, shuffle=True), batch_size=BATCH_SIZE, num_workers=workers
-        ),
+        lambda folder, workers, rank, world: _plain(_mosaic(folder), workers),
     ),
     Form(
         "litdata",
@@ -256,25 +263,19 @@ FORMS = [
         "litdata",
         "`DataLoader`",
         write_lit,
-        lambda folder, workers, rank, world: DataLoader(
-            _lit(folder, shuffle=True), batch_size=BATCH_SIZE, num_workers=workers
-        ),
+        lambda folder, workers, rank, world: _plain(_lit(folder), workers),
     ),
     Form(
         "webdataset",
         "`DataLoader`, `nodesplitter=split_by_node`",
         write_tars,
-        lambda folder, workers, rank, world: DataLoader(
-            _tars(folder, nodesplitter=_node_splitter()), BATCH_SIZE, num_workers=workers
-        ),
+        lambda folder, workers, rank, world: _plain(_tars(folder, by_node=True), workers),
     ),
     Form(
         "webdataset",
         "`DataLoader`, `nodesplitter=None`",
         write_tars,
-        lambda folder, workers, rank, world: DataLoader(
-            _tars(folder, nodesplitter=None), BATCH_SIZE, num_workers=workers
-        ),
+        lambda folder, workers, rank, world: _plain(_tars(folder, by_node=False), workers),
     ),
     Form(
         "webdataset",
@@ -283,17 +284,3 @@ FORMS = [
         lambda folder, workers, rank, world: _web_loader(folder, workers),
     ),
 ]
-
-
-def _lit_loader(folder: Path, workers: int) -> Any:
-    import litdata
-
-    return litdata.StreamingDataLoader(_lit(folder, shuffle=True), batch_size=BATCH_SIZE, num_workers=workers)
-
-
-def _web_loader(folder: Path, workers: int) -> Any:
-    import webdataset
-
-    return webdataset.WebLoader(
-        _tars(folder, nodesplitter=_node_splitter()), batch_size=BATCH_SIZE, num_workers=workers
-    )

@@ -15,13 +15,15 @@ import argparse
 import os
 import re
 import shutil
-import site
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 from paceline import messages, torch_private
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from environments import Environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -49,19 +51,10 @@ def requirement(version: str) -> str:
 
 def install(folder: Path, version: str, interpreter: str | None) -> Path:
     """Make an environment and return its Python."""
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([interpreter or sys.executable, "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    wanted = [requirement(version)]
-    if interpreter is None:
-        (inside,) = folder.glob("lib/python3.*/site-packages")
-        below = [f"import site; site.addsitedir({packages!r})" for packages in site.getsitepackages()]
-        (inside / "below.pth").write_text("\n".join(below) + "\n")
-    else:
-        wanted += ["-e", f"{ROOT}[dev]"]
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    subprocess.run([*pip, *wanted], check=True)
-    return python
+    environment = Environment(folder)
+    environment.create(shared=interpreter is None, interpreter=interpreter)
+    environment.install(requirement(version), *([] if interpreter is None else ["-e", f"{ROOT}[dev]"]))
+    return environment.python
 
 
 def versions(python: Path) -> tuple[str, str]:

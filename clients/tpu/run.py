@@ -12,43 +12,35 @@ from __future__ import annotations
 
 import os
 import shutil
-import site
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from environments import Environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / ".tpu"
-PYTHON = WORK / "bin" / "python"
-PACKAGES = Path(sysconfig.get_path("purelib", vars={"base": str(WORK), "platbase": str(WORK)}))
+ENVIRONMENT = Environment(WORK, *(HERE / name for name in ("requirements.txt", "plugin.c", "run.py")))
 LIBRARY = WORK / "plugin.so"
-#: What the environment is made from; when one of them changes, it is made anew.
-SOURCES = ("requirements.txt", "plugin.c", "run.py")
-#: The tests that run on any device. Those beside it add another device to torch, which can have only one.
+#: Other tests of tests/devices register a device of their own with torch, which accepts only one.
 TEST = "tests/devices/test_any_device.py"
 
 
 def install() -> None:
     """Make the environment, unless it is there and made from the same files."""
-    stamp, wanted = WORK / "installed.txt", "\n".join((HERE / name).read_text() for name in SOURCES)
-    if stamp.exists() and stamp.read_text() == wanted:
+    if ENVIRONMENT.is_current():
         return
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise SystemExit("make tpu compiles a small C library, but this machine has no cc, gcc or clang. Install one.")
-    venv.create(WORK, clear=True, with_pip=True)
-    below = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()]
-    start = f"import sys; sys.path.append({str(HERE)!r}); import tpu_on_cpu"
-    (PACKAGES / "below.pth").write_text("\n".join([*below, start]) + "\n")
-    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-deps"]
-    subprocess.run([*pip, "--require-hashes", "-r", HERE / "requirements.txt"], check=True)
-    header = PACKAGES / "xla_plugins" / "xla_cpu_pjrt" / "include"
+    ENVIRONMENT.create(shared=True, first=f"import sys; sys.path.append({str(HERE)!r}); import tpu_on_cpu")
+    ENVIRONMENT.install("--no-deps", "--require-hashes", "-r", HERE / "requirements.txt")
+    header = ENVIRONMENT.packages / "xla_plugins" / "xla_cpu_pjrt" / "include"
     command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", f"-I{header}", "-o", LIBRARY]
     subprocess.run([*command, HERE / "plugin.c", "-ldl"], check=True)
-    stamp.write_text(wanted)
+    ENVIRONMENT.finish()
 
 
 def environment() -> dict[str, str]:
@@ -56,7 +48,7 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "TPU_LIBRARY_PATH": str(LIBRARY),
-        "PACELINE_CPU_PLUGIN": str(PACKAGES / "lammps_jax_pjrt_cpu" / "pjrt_c_api_cpu_plugin.so"),
+        "PACELINE_CPU_PLUGIN": str(ENVIRONMENT.packages / "lammps_jax_pjrt_cpu" / "pjrt_c_api_cpu_plugin.so"),
         "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata service
         "PACELINE_TEST_DEVICE": "tpu",
         "OMP_NUM_THREADS": "1",
@@ -67,7 +59,7 @@ def main() -> int:
     """Make the environment and run the tests in it; return pytest's exit status."""
     install()
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]
-    return subprocess.run([PYTHON, "-m", "pytest", TEST, *options], cwd=ROOT, env=environment()).returncode
+    return subprocess.run([ENVIRONMENT.python, "-m", "pytest", TEST, *options], cwd=ROOT, env=environment()).returncode
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def _replace_methods() -> None:
     from ...checkpoint.hyperparameters import AttributeDict
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks, trainer
+    from ...trainer import arguments, default_callbacks, loop, trainer
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
@@ -238,6 +238,7 @@ def _replace_methods() -> None:
     replacements: dict[tuple[type, str], Any] = {
         (AttributeDict, "__repr__"): hparams_text,
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
+        (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
         (EvalLoop, "switch"): _switching(EvalLoop.switch),
         (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
@@ -261,8 +262,8 @@ def _replace_methods() -> None:
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
-    TrainStep.clears_first = True
     trainer.show_results = print_results
+    loop.choose_step = _clearing_first(loop.choose_step)
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
@@ -426,11 +427,29 @@ def _x_axis(state: Any, updates: int) -> int:
     return updates if between or state.fn != "fit" else max(updates - 1, 0)
 
 
+def _clearing_first(choose_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``choose_step``: gradients are cleared before a window's first backward, not right after the update."""
+
+    def choose(*args: Any) -> Any:
+        step = choose_step(*args)
+        if hasattr(step, "clearing"):
+            step.after_step = ()
+            step.before_backward = (lambda loss: step.state.window or _clear(step), *step.before_backward)
+        return step
+
+    return choose
+
+
+def _clear(step: Any) -> None:
+    for hook in step.clearing:
+        hook(step.optimizer)
+
+
 def _count_without_loss(step: Any) -> dict[str, Any]:
     """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
     state = step.state
     if not state.window:
-        step.zero_grad()
+        _clear(step)
     state.window += 1
     complete = state.window >= step.accumulate or state.is_last_batch
     if complete and not step.scales:

@@ -211,7 +211,7 @@ def _find_attention(
     if names is None:
         return
     q, k, v = (prefix + key for key in names)
-    join = _find_join(root, name, owner, layers, (q, k, v))
+    join = _find_join(root, name, layers, (q, k, v))
     attention = _heads(name, owner, (q, k, v), layers)
     norms = attention.norms if attention else []
     problem = _problem(owner, join, {q, k, v, join or "", *norms}, prefix)
@@ -227,7 +227,7 @@ def _find_attention(
 
 
 def _find_join(
-    root: nn.Module, name: str, owner: nn.Module, layers: dict[str, nn.Module], projections: tuple[str, str, str]
+    root: nn.Module, name: str, layers: dict[str, nn.Module], projections: tuple[str, str, str]
 ) -> str | None:
     """Return the layer that joins the heads: a child, or (in BERT) ``output.dense`` of the parent module."""
     width = _outputs(layers[projections[2]])

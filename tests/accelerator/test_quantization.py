@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -64,6 +63,8 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_in_memory_and_in_files_are_quantized_alike_and_can_be_saved(kind: str, tmp_path: Path) -> None:
+    import bitsandbytes as bnb
+
     config = CONFIGS[kind]
     save_file(model().state_dict(), tmp_path / "model.safetensors")
     here = load_and_quantize_model(model(), config)

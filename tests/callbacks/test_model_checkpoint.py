@@ -1034,6 +1034,15 @@ def test_a_ranking_without_files_is_an_empty_mapping(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "best_k_models.yaml").read_text()) == {}
 
 
+def test_dirpath_may_be_set_before_the_fit(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "first")
+    checkpoint.dirpath = tmp_path / "second"
+    assert checkpoint.dirpath == str(tmp_path / "second")
+    fit(tmp_path, checkpoint)
+    assert Path(checkpoint.best_model_path).parent == tmp_path / "second"
+    assert not (tmp_path / "first").exists()
+
+
 def test_a_pickled_callback_has_equal_attributes(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="score", save_top_k=1)
     assert vars(pickle.loads(pickle.dumps(checkpoint))) == vars(checkpoint)

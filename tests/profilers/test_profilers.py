@@ -253,6 +253,16 @@ def test_a_report_lies_in_the_folder_of_its_run_which_dirpath_names(tmp_path: Pa
     assert profiler.recorded_durations["setup_train_dataloader"]
 
 
+def test_a_profiler_may_choose_the_training_loader_and_no_other() -> None:
+    class Shorter(SimpleProfiler):
+        def loader_to_prepare(self, loader: Any) -> Any:
+            assert len(loader) == 4
+            return tiny_loader(3)
+
+    trainer = fit(Shorter())
+    assert (trainer.global_step, trainer.num_val_batches) == (6, [2])
+
+
 def test_an_action_that_runs_already_is_not_started_again() -> None:
     profiler = SimpleProfiler()
     profiler.start("x")

@@ -18,7 +18,7 @@ from rank_processes import RanksError, ranks, wait_at_most
 from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
-from paceline import Trainer
+from paceline import Accelerator, Trainer, debug_launcher
 from paceline.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -190,6 +190,18 @@ def test_a_group_of_another_size_is_refused() -> None:
         ranks(2, talk)
 
 
+def test_a_run_on_one_process_is_no_obstacle_to_one_on_two(tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": tmp_path, "max_epochs": 1}
+    for devices in (1, 2):
+        trainer = Trainer(**quiet, strategy=DDPStrategy(start_method="fork"), devices=devices)
+        trainer.fit(TinyModule(), tiny_loader())
+        assert trainer.world_size == devices
+        assert dist.is_initialized() is (devices == 1)
+    Trainer(**quiet, strategy="ddp", devices=1).fit(TinyModule(), tiny_loader())
+    assert debug_launcher(lambda: Accelerator().num_processes) == 2
+
+
 def test_an_unknown_start_method_is_refused() -> None:
     with pytest.raises(ValueError, match=r"DDPStrategy start_method 'spwan'\. Did you mean 'spawn'"):
         DDPStrategy(start_method="spwan")
@@ -242,7 +254,7 @@ def test_a_signal_that_ends_processes_while_they_start_is_told(
 STOPPED_AT_ONCE = """
 import os, signal, sys
 from tiny import TinyModule, tiny_loader
-from paceline import Trainer
+from paceline import Accelerator, Trainer, debug_launcher
 
 class Stops:
     def find_spec(self, name, *_):

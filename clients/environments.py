@@ -1,0 +1,78 @@
+"""The clients' virtual environments: made once, and made again when a file changes that they are made from."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+
+class Environment:
+    """A virtual environment.
+
+    Args:
+        folder: where it is.
+        sources: the files that it is made from, such as a lock.
+
+    Attributes:
+        python: its Python.
+        packages: the folder of its packages.
+    """
+
+    def __init__(self, folder: Path, *sources: Path) -> None:
+        self.folder, self.sources = folder, sources
+        self.python = folder / "bin" / "python"
+        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+        self._stamp = folder / "installed.txt"
+
+    def is_current(self) -> bool:
+        """Return True if it is complete and its sources have not changed since."""
+        return self._stamp.exists() and self._stamp.read_text() == self._contents()
+
+    def finish(self) -> None:
+        """Note that it is complete."""
+        self._stamp.write_text(self._contents())
+
+    def create(self, *, shared: bool, first: str = "", interpreter: str | None = None) -> None:
+        """Create it without packages of its own; delete the old one.
+
+        Args:
+            shared: whether it sees the packages of the running Python.
+            first: a line of Python that each of its processes runs at its start.
+            interpreter: the command of another Python; None means the running one.
+        """
+        _run(interpreter or sys.executable, "-m", "venv", "--clear", self.folder)
+        if shared:  # the setuptools of a new environment would hide the newer one of the running Python
+            _run(self.python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
+        lines = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()] if shared else []
+        if lines or first:
+            (self.packages / "below.pth").write_text("\n".join([*lines, first]) + "\n")
+
+    def install(self, *arguments: str | Path) -> None:
+        """Run ``pip install`` in it."""
+        pip = (self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+        _run(*pip, *arguments)
+
+    def _contents(self) -> str:
+        return "\n".join(source.read_text() for source in self.sources)
+
+
+def with_lock(folder: Path, lock: Path) -> Path:
+    """Return the Python of an environment with what ``lock`` lists on top of the packages of the running Python."""
+    environment = Environment(folder, lock)
+    if not environment.is_current():
+        environment.create(shared=True)
+        environment.install("--no-deps", "-r", lock)
+        environment.finish()
+    return environment.python
+
+
+def _run(*command: str | Path) -> None:
+    """Run a command without the paths of the running environment; end this program if it fails."""
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    status = subprocess.run(command, env=outside, check=False).returncode
+    if status:
+        raise SystemExit(f"{' '.join(map(str, command))} failed with status {status}.")

@@ -1,0 +1,66 @@
+"""Sphinx's settings for the documentation site: `make docs` builds it into build/docs."""
+
+import logging
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS / "site"))
+
+import paceline  # noqa: E402
+
+project = "Paceline"
+author = "the Paceline authors"
+version = release = paceline.__version__
+html_title = f"Paceline {version}"
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "fences",
+    "reference",
+    "sources",
+]
+exclude_patterns = ["site", "pictures/*.md"]
+# Pages that are included begin below the heading that their own page has.
+suppress_warnings = ["myst.header"]
+# A folder may be empty, and the site builds all the same.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in str(record.msg))
+
+myst_heading_anchors = 6
+myst_enable_extensions = ["colon_fence"]
+nb_execution_mode = "off"
+
+
+autodoc_inherit_docstrings = False  # a hook that a callback defines is described once, at the base class
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+templates_path = ["site/templates"]
+html_theme = "pydata_sphinx_theme"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.output) > div.highlight > pre"
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+    "show_version_warning_banner": False,
+}

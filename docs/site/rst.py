@@ -1,0 +1,36 @@
+"""The few forms of reStructuredText that the written pages are made of."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+
+def heading(text: str, line: str) -> str:
+    return f"{text}\n{line * len(text)}\n\n"
+
+
+def block(language: str, text: str) -> str:
+    return indented(text, f".. code-block:: {language}")
+
+
+def indented(text: str, *head: str) -> str:
+    """A directive with its content."""
+    return "\n".join(head) + "\n\n" + textwrap.indent(text.rstrip(), "   ") + "\n\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], widths: str = "auto") -> str:
+    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    for row in (header, *rows):
+        for place, cell in enumerate(row):
+            lines.append(f"   {'  ' if place else '* '}- {' '.join(cell.split())}".rstrip())
+    return "\n".join(lines) + "\n\n"
+
+
+def literal(text: str) -> str:
+    return f"``{text}``" if text else ""
+
+
+def plain(text: str) -> str:
+    """Text whose characters mean nothing to reStructuredText."""
+    return "".join("\\" + sign if sign in "*`|_\\" else sign for sign in text)

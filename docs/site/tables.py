@@ -1,0 +1,151 @@
+"""The pages of the reference that are made from the package's tables: hooks, commands, settings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from importlib import import_module
+from typing import Any
+
+from rst import block, heading, literal, plain, table
+
+
+def hooks() -> str:
+    """One entry per hook."""
+    from paceline.callbacks.base import HOOKS, Callback
+    from paceline.data.datamodule import DataModule
+    from paceline.trainer.hook_names import DATA_METHODS, MODULE_METHODS
+    from paceline.trainer.module import TrainingModule
+
+    owners = {"callback": Callback, "module": TrainingModule, "DataModule": DataModule}
+    shared = [name for name in HOOKS if name not in MODULE_METHODS]
+    text = heading("Hooks", "=") + (
+        "Every hook: when it runs, on which ranks, what it may do, and what it must not. :doc:`/hooks` shows the order of "
+        "the calls in a fit.\n\n"
+        "Unless an entry says otherwise, a hook runs on every rank; it may read everything and set "
+        "``trainer.should_stop = True``; it must not call a collective on only some ranks.\n\n"
+    )
+    text += heading("Hooks of callbacks and modules", "-") + "".join(hook(name, owners) for name in shared)
+    text += heading("Hooks and methods of modules", "-")
+    text += "".join(hook(name, {"module": TrainingModule, "DataModule": DataModule}) for name in MODULE_METHODS)
+    others = [name for name in DATA_METHODS if name not in MODULE_METHODS and name not in HOOKS]
+    return (
+        text + heading("Hooks of DataModules", "-") + "".join(hook(name, {"DataModule": DataModule}) for name in others)
+    )
+
+
+def hook(name: str, owners: dict[str, type]) -> str:
+    """A hook's entry, from its docstrings."""
+    having = {who: found for who, kind in owners.items() if (found := getattr(kind, name, None)) and found.__doc__}
+    if not having:
+        return ""
+    text = heading(name, "~")
+    text += block("python", "\n".join(f"{signature(found)}  # {who}" for who, found in having.items()))
+    facts: dict[str, list[str]] = {"When": [], "Ranks": [], "May": [], "Must not": []}
+    for clause in clauses(inspect.getdoc(next(iter(having.values()))) or ""):
+        facts[topic(clause)].append(clause)
+    defaults = {
+        "Ranks": "every rank",
+        "May": "read everything, stop the run",
+        "Must not": "call a collective on only some ranks",
+    }
+    for fact, found in facts.items():
+        if found:
+            text += f":{fact}: {' '.join(found)}\n"
+        elif fact in defaults and name.startswith(("on_", "setup", "teardown")):
+            text += f":{fact}: {defaults[fact]}\n"
+    return text + "\n"
+
+
+def signature(function: Any) -> str:
+    names = [str(one.replace(annotation=one.empty)) for one in inspect.signature(function).parameters.values()]
+    return f"def {function.__name__}({', '.join(names)})"
+
+
+def clauses(doc: str) -> list[str]:
+    """A docstring's sentences, and the clauses about rights as sentences of their own."""
+    body = doc.partition("\n\nArgs:")[0].partition("\n\nReturns:")[0].partition("\n\nRaises:")[0]
+    text = re.sub(r"; (?=(may|must not) )", ". ", " ".join(body.split()))
+    text = re.sub(r":meth:`(?:~)?(\w+)`", r"``\1``", text)
+    return [one[:1].upper() + one[1:] for one in re.split(r"(?<=\.) (?=[A-Zm`])", text)]
+
+
+def topic(clause: str) -> str:
+    if re.match(r"(The hook )?must not\b", clause, re.I):
+        return "Must not"
+    if re.match(r"May\b", clause):
+        return "May"
+    return "Ranks" if re.search(r"\b(all ranks|once per node|each rank)\b", clause) else "When"
+
+
+def commands() -> str:
+    """Every command with its arguments, from the parsers."""
+    from paceline.cli.main import COMMANDS
+
+    text = heading("Commands", "=") + (
+        "Every command and its arguments, as ``--help`` shows them. Flags may use ``-`` instead of ``_``. "
+        "Guide: :doc:`/commands`.\n\n"
+    )
+    for name, line in COMMANDS.items():
+        parser = ArgumentParser(f"paceline {name}", add_help=False)
+        import_module(f"paceline.cli.{name.replace(' ', '.').replace('-', '_')}").add_arguments(parser)
+        text += heading(f"paceline {name}", "-") + f"{line[:1].upper()}{line[1:]}.\n\n.. program:: paceline {name}\n\n"
+        for group in parser._action_groups:
+            shown = [action for action in group._group_actions if action.help != SUPPRESS]
+            if shown and group.title not in ("positional arguments", "options"):
+                text += f".. rubric:: {plain(str(group.title))}\n\n"
+            text += "".join(option(parser, action) for action in shown)
+    return text
+
+
+def option(parser: ArgumentParser, action: Action) -> str:
+    formatter = HelpFormatter(parser.prog)
+    takes = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
+    form = ", ".join(f"{one}{takes}" for one in action.option_strings) or str(action.metavar or action.dest)
+    words = formatter._expand_help(action) if action.help else ""
+    return f".. option:: {form}\n\n   {plain(' '.join(words.split()))}\n\n"
+
+
+#: Variables that belong to no setting.
+VARIABLES = {
+    "PACELINE_CONFIG_FILE": "the settings file to read; ``none`` reads no file",
+    "PACELINE_STANDS_IN": "packages that Paceline replaces in this process and its children: ``lightning``, "
+    "``accelerate``, or both with a comma",
+    "PACELINE_GLOBAL_SEED": "the seed of ``seed_everything()`` without an argument",
+    "PACELINE_LOG_LEVEL": "the level of loggers from ``get_logger``",
+}
+
+
+def settings() -> str:
+    """Every setting, and every environment variable."""
+    from paceline.settings import SETTINGS
+
+    text = heading("Settings and environment variables", "=") + (
+        "Every setting with its flag of ``paceline launch``, its environment variables and its key in a settings file. "
+        "Guide: :doc:`/settings`.\n\n"
+    )
+    groups: dict[str, list[Any]] = {}
+    for one in SETTINGS.values():
+        groups.setdefault(one.group, []).append(one)
+    for group, members in groups.items():
+        text += heading(group.replace("_", " ").capitalize(), "-")
+        for one in members:
+            default = "" if one.default is None else str(one.default)
+            default = default.lower() if isinstance(one.default, bool) else default
+            rows = [
+                ("accepts", plain(one.accepts)),
+                ("default", literal(default) or "none"),
+                ("flag", literal(f"--{one.name}")),
+                ("also read", ", ".join(literal(name) for name in one.variables)),
+                ("keys in Accelerate's files", ", ".join(literal(key) for key in one.keys)),
+            ]
+            text += f".. envvar:: {one.variable}\n\n   ``{one.name}``: {plain(one.help)}\n\n"
+            text += "".join(f"   :{name}: {value}\n" for name, value in rows if value) + "\n"
+    text += heading("Other variables", "-")
+    for name, about in VARIABLES.items():
+        text += f".. envvar:: {name}\n\n   {about}\n\n"
+    return text + table(
+        ("variable", "meaning"),
+        [("``PL_TRAINER_<ARGUMENT>``", "an argument of :class:`paceline.Trainer` that the code leaves out")],
+    )
