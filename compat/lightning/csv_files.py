@@ -15,7 +15,7 @@ def noting_old_files(init: Callable[..., None]) -> Callable[..., None]:
 
     def create(logger: Any, *args: Any, **kwargs: Any) -> None:
         init(logger, *args, **kwargs)
-        logger._old_file = _written_at(logger) if logger._version is not None else None
+        logger.earlier_file = _written_at(logger) if logger._is_named else None
 
     return create
 
@@ -27,7 +27,7 @@ def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any
     """
 
     def open_new(logger: Any) -> Any:
-        if logger._old_file is not None and not logger._run_marked and _written_at(logger) == logger._old_file:
+        if logger.earlier_file is not None and not logger._run_marked and _written_at(logger) == logger.earlier_file:
             path = _path(logger)
             messages.warn(
                 f"Experiment logs directory {logger.log_dir} exists and is not empty. {path} is deleted, because a "
