@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from .. import messages
 from ..data.batches import batch_size_of
 from ..devices.kinds import kind_of
-from ..processes.device_transfer import move
+from ..processes.device_transfer import in_mapping_type, move
 
 
 def is_torch_tensor(value: Any) -> bool:
@@ -40,14 +39,7 @@ def honor_type(original: Any, values: Any) -> Any:
 
 def honor_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Convert ``values`` to the mapping type of ``original``."""
-    if type(original) is dict:
-        return values
-    if not isinstance(original, MutableMapping):
-        return type(original)(values)  # type: ignore[call-arg]
-    result = copy.copy(original)
-    for key, value in values.items():
-        result[key] = value
-    return result
+    return values if type(original) is dict else in_mapping_type(original, values)
 
 
 def recursively_apply(

@@ -7,7 +7,6 @@ import importlib
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -174,7 +173,8 @@ def new_environment(folder: Path) -> Path:
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    (Path(site) / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    outer = [path for path in sys.path if Path(path).name == "site-packages"]
+    (Path(site) / "outer.pth").write_text("\n".join(outer) + "\n")
     return python
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from ... import messages
 from ...accelerator.process_state import AcceleratorState, PartialState
 from ...devices.kinds import CUDA_KIND, present
 from . import probes
+from .details import get_free_port as get_torch_dist_unique_port  # noqa: F401 - two names of one function
 from .environment import is_torch_version, parse_flag_from_env
 from .gradient_state import GradientState
 from .processes import gather
@@ -221,13 +221,6 @@ def execute_subprocess_async(
             f"'{' '.join(words)}' failed with returncode {done.returncode}. Its output:\n{done.stdout}{done.stderr}"
         )
     return SimpleNamespace(returncode=0, stdout=done.stdout.splitlines(), stderr=done.stderr.splitlines())
-
-
-def get_torch_dist_unique_port() -> int:
-    """Return a port that nothing on this machine listens on."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def pytest_xdist_worker_id() -> int:
