@@ -212,6 +212,11 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def test_the_program_of_the_start_page_is_the_one_of_the_readme() -> None:
+    (program,) = [block.text for block in blocks("index") if block.info.startswith("python")]
+    assert program in (DOCS.parent / "README.md").read_text()
+
+
 def test_pages_are_ascii_and_no_line_is_too_long() -> None:
     for page, text in PAGES.items():
         assert text.isascii(), page
