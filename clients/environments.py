@@ -45,6 +45,8 @@ class Environment:
             interpreter: the command of another Python; None means the running one.
         """
         _run(interpreter or sys.executable, "-m", "venv", "--clear", self.folder)
+        if shared:  # the setuptools of a new environment would hide the newer one of the running Python
+            _run(self.python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
         lines = [f"import site; site.addsitedir({folder!r})" for folder in site.getsitepackages()] if shared else []
         if lines or first:
             (self.packages / "below.pth").write_text("\n".join([*lines, first]) + "\n")

@@ -47,8 +47,11 @@ def cells_of(package: str, python: Path) -> list[dict[str, Any]]:
 def word(cell: dict[str, Any]) -> str:
     """Say in few words how a cell ended."""
     result = cell["result"]
-    if result in ("same", "each once"):
-        return ("exact" if result == "same" else "each once") + (", reads again" if cell["read_again"] else "")
+    again = ", reads again" if cell["read_again"] else ""
+    if result.startswith("same"):  # what follows, if anything, was lost without a kill too
+        return f"exact{again}"
+    if result == "each once":
+        return f"each once{again}"
     if "lost" not in result:
         return "fails"
     both = any(not part.endswith(" 0 again") for part in result.split("; "))
@@ -63,7 +66,7 @@ def together(cells: list[dict[str, Any]]) -> str:
     told = {door: " or ".join(sorted(found)) for door, found in words.items()}
     if len(set(told.values())) == 1:
         return next(iter(told.values()))
-    return "; ".join(f"{door}: {text}" for door, text in told.items())
+    return "; ".join(f"{door}: {text}" for door, text in sorted(told.items()))
 
 
 def rows_of(index: int, form: Form, cells: list[dict[str, Any]]) -> list[list[str]]:
