@@ -96,7 +96,7 @@ class CheckpointKeeper(Checkpoint):
         self.last_model_path = ""
         self.current_score: Tensor | None = None
         self._files = RunFiles("")
-        self.dirpath = dirpath
+        self.dirpath = dirpath  # type: ignore[override] - chosen when the fit starts
         self._inherited: dict[str, Any] | None = None
         self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
@@ -104,7 +104,7 @@ class CheckpointKeeper(Checkpoint):
         self._forget_steps(alone=True)
 
     @property
-    def dirpath(self) -> str | None:  # type: ignore[override] - chosen when the fit starts
+    def dirpath(self) -> str | None:
         """The absolute path of the checkpoint folder; None until a fit has chosen it. Set it before the fit."""
         return self._files.folder or None
 

@@ -37,6 +37,9 @@ REASONS: dict[str, str] = {
     "trainer/test_stopping.py::test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save": (
         "its fixture runs the fourteen fits that the whole file reads"
     ),
+    "test_site.py::test_the_site_builds_without_a_warning_and_every_link_leads_somewhere": (
+        "its fixture builds the whole documentation, which the file reads"
+    ),
     "trainer/test_compiled_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
         "inductor compiles C++"
     ),

@@ -215,7 +215,8 @@ def kept(strategy: Any) -> list[int]:
     torch.manual_seed(0)
     held = Held()
     trainer = Trainer(**{**QUIET, "max_epochs": 2}, strategy=strategy(), callbacks=[held], enable_checkpointing=False)
-    trainer.fit(Four(), torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4))
+    samples: Any = torch.randn(16, 8)
+    trainer.fit(Four(), torch.utils.data.DataLoader(samples, batch_size=4))
     state = [value for one in trainer.optimizers[0].state.values() for value in one.values() if torch.is_tensor(value)]
     return [*held.elements, elements(state)]
 

@@ -39,7 +39,7 @@ def executed(path: Path, folder: Path) -> Any:
 
 def environment(folder: Path) -> dict[str, str]:
     """The kernel's: it finds this repository as the package, computes on one thread, and keeps its files to itself."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PACELINE"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PACELINE", "MPL"))}
     found = {
         "PYTHONPATH": os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), str(ROOT.parent)))),
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),

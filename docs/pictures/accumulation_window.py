@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from canvas import WIDTH, Canvas, Scheme
+from canvas import WIDTH, Canvas, Color, Scheme
 
 NAME = "window"
 BATCHES = 4
@@ -48,10 +48,11 @@ def _passes(canvas: Canvas, y: float, batches: int) -> None:
         x = 1 + index * (BLOCK + SPACE)
         canvas.rect(x, y, BLOCK, 50, "panel", "line")
         canvas.text(x + BLOCK / 2, y + 17, f"batch {index + 1}", 12.5, anchor="middle", bold=True)
-        for at, width, color, word in (
+        parts: list[tuple[float, float, Color, str]] = [
             (x + 2, FORWARD, "blue", "forward"),
             (x + 4 + FORWARD, BLOCK - FORWARD - 6, "violet", "backward"),
-        ):
+        ]
+        for at, width, color, word in parts:
             canvas.rect(at, y + 25, width, 23, color, soft=True, radius=4)
             canvas.text(at + width / 2, y + 40.5, word, 11, color, "middle")
 

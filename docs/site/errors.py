@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -62,8 +60,8 @@ CASES = [
     Case(
         "The device is not there",
         'Trainer(accelerator="cuda", devices=2)',
-        "torch sees no such device: its build has no support for it, the driver is missing, or ``CUDA_VISIBLE_DEVICES`` "
-        "hides the device.",
+        "torch sees no such device: its build has no support for it, the driver is missing, or "
+        "``CUDA_VISIBLE_DEVICES`` hides the device.",
         "Run ``paceline env``, which prints the build of torch and the devices that it sees. With "
         '``accelerator="auto"``, the same script runs on the machine without GPUs too.',
     ),
@@ -76,7 +74,7 @@ CASES = [
     Case(
         "An argument does not exist",
         "Trainer(max_epoch=3)",
-        "A misspelled argument would otherwise be ignored, and the run would be a different one from what you asked for.",
+        "The name is misspelled, or belongs to another library or version.",
         "Take the suggested name, or look it up in the :class:`paceline.Trainer` reference.",
     ),
     Case(
@@ -139,8 +137,8 @@ class Diverges(Line):
 
 Trainer(detect_anomaly=True).fit(Diverges(), loader)""",
         "A learning rate that is too high, a bad sample, or float16 without a loss scale.",
-        "``detect_anomaly=True`` finds the operation. :class:`paceline.callbacks.LossGuard` skips such batches, or goes "
-        "back to the last checkpoint.",
+        "``detect_anomaly=True`` finds the operation. :class:`paceline.callbacks.LossGuard` skips such batches, or "
+        "goes back to the last checkpoint.",
     ),
     Case(
         "The monitored metric was not logged",
@@ -178,8 +176,8 @@ Trainer().fit(LogsAll(), loader)""",
         "The checkpoint is not there",
         'Trainer().fit(Line(), loader, ckpt_path="lost.ckpt")',
         "The path is wrong, is relative to another working directory, or the file was never written.",
-        'Pass ``ckpt_path="auto"``, which resumes from the newest valid checkpoint of the run and starts fresh if there '
-        "is none. ``paceline checkpoint ls`` lists a folder.",
+        'Pass ``ckpt_path="auto"``, which resumes from the newest valid checkpoint of the run and starts fresh if '
+        "there is none. ``paceline checkpoint ls`` lists a folder.",
     ),
     Case(
         "The checkpoint is damaged",
@@ -210,7 +208,7 @@ trainer.fit(Line(width=2), loader, ckpt_path="line.ckpt")""",
         """\
 torch.save({"state_dict": {}, "layer": nn.Linear}, "theirs.ckpt")
 Line.load_from_checkpoint("theirs.ckpt")""",
-        "Loading a pickled object runs its code, so Paceline loads only tensors and plain data unless you say otherwise.",
+        "Loading a pickled object runs code, so Paceline loads only tensors and plain data unless you say otherwise.",
         "If you trust the file, convert it once with ``paceline checkpoint convert``, or pass ``weights_only=False``.",
     ),
     Case(
@@ -252,8 +250,8 @@ AimLogger()""",
 def page() -> str:
     """The page's text."""
     text = heading("Errors", "=") + (
-        "Every message says what failed, with the value, why, and how to fix it. These are the ones that people meet most. "
-        "The programs ran when this page was built, and the messages are theirs. Each program begins with:\n\n"
+        "Every message says what failed, with the value, why, and how to fix it. These are the ones that people meet "
+        "most. The programs ran when this page was built, and the messages are theirs. Each program begins with:\n\n"
     )
     text += block("python", BEGIN)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -12,16 +12,17 @@ from rst import heading, plain, table
 
 
 class Page(NamedTuple):
-    """A page: its title, one sentence about it, the guide to read, and its names by section."""
+    """A page: its title, one sentence about it, the guide to read, its names by section, and the module they are in."""
 
     title: str
     about: str
     guide: str
-    sections: dict[str, str | list[str]]
+    sections: dict[str, list[str]]
+    room: str = ""
 
 
 def public(room: str) -> list[str]:
-    """The names that a room of the package promises, its base class first."""
+    """The names that a room of the package promises."""
     names = importlib.import_module(room).__all__
     return [f"{room}.{name}" for name in sorted(names, key=str.lower)]
 
@@ -31,194 +32,193 @@ def group(room: str, names: str) -> list[str]:
 
 
 _PRECISIONS = "Precision TruePrecision MixedPrecision Float8Precision TransformerEnginePrecision BitsandbytesPrecision"
-PAGES: dict[str, dict[str, Page]] = {
-    "Training": {
-        "trainer": Page(
-            "Trainer",
-            "Runs a module: ``fit``, ``validate``, ``test``, ``predict``.",
-            "first_fit",
-            {"": ["paceline.Trainer"]},
-        ),
-        "training_module": Page(
-            "TrainingModule",
-            "Your model, its training step and its optimizers.",
-            "first_fit",
-            {"": ["paceline.TrainingModule"]},
-        ),
-        "data": Page(
-            "Data",
-            "Loaders in one place, and several loaders as one.",
-            "data",
-            {"": ["paceline.DataModule", "paceline.CombinedLoader"]},
-        ),
-        "callbacks": Page(
-            "Callbacks",
-            "What a run does besides training. :doc:`hooks` describes the hooks one by one.",
-            "callbacks",
-            {
-                "Base class": ["paceline.callbacks.Callback"],
-                "Callbacks": public("paceline.callbacks"),
-            },
-        ),
-        "loggers": Page(
-            "Loggers",
-            "Where numbers go.",
-            "loggers",
-            {"Base class": ["paceline.loggers.Logger"], "Loggers": public("paceline.loggers")},
-        ),
-        "profilers": Page(
-            "Profilers and doctor",
-            "Where the time goes.",
-            "doctor",
-            {"": public("paceline.profilers")},
-        ),
-        "tuner": Page(
-            "Tuner and checks",
-            "A learning rate and a batch size before the run, and a check of a module.",
-            "optimization",
-            {
-                "": [
-                    "paceline.Tuner",
-                    "paceline.tuner.lr_range_test.LRFinder",
-                    "paceline.verify",
-                    "paceline.seed_everything",
-                ]
-            },
-        ),
-    },
-    "Your own loop": {
-        "accelerator": Page(
-            "Accelerator",
-            "Devices, precisions, strategies, checkpoints and loggers for your own loop.",
-            "own_loop",
-            {"": ["paceline.Accelerator"]},
-        ),
-        "accelerator_arguments": Page(
-            "Arguments of the Accelerator",
-            "Plugins, handlers and words that configure an :class:`paceline.Accelerator`.",
-            "own_loop",
-            {
-                "Plugins": group(
-                    "paceline",
-                    "DataLoaderConfiguration DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin "
-                    "ParallelismConfig ProjectConfiguration TorchDynamoPlugin",
-                ),
-                "Handlers": group(
-                    "paceline",
-                    "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
-                )
-                + group("paceline.accelerator.kwargs_handlers", "AORecipeKwargs TERecipeKwargs"),
-                "Words": group("paceline", "DDPCommunicationHookType DistributedType DynamoBackend"),
-            },
-        ),
-        "own_loop": Page(
-            "Processes, loaders and trackers",
-            "What a loop needs around its Accelerator.",
-            "own_loop_trackers",
-            {
-                "Processes": group("paceline", "PartialState notebook_launcher debug_launcher LocalSGD get_logger"),
-                "Loaders and seeds": group("paceline", "skip_first_batches set_seed synchronize_rng_states"),
-                "Memory": [
-                    "paceline.find_executable_batch_size",
-                    "paceline.memory.out_of_memory_retry.release_memory",
-                    "paceline.memory.out_of_memory_retry.clear_device_cache",
-                ],
-                "Trackers": [
-                    "paceline.accelerator.trackers.GeneralTracker",
-                    "paceline.accelerator.trackers.register_tracker_class",
-                ],
-            },
-        ),
-        "fabric": Page(
-            "Fabric",
-            "Lightning's ``Fabric``, for loops that were written for it.",
-            "from_lightning",
-            {"": ["paceline.compat.lightning.fabric.Fabric"]},
-        ),
-    },
-    "Devices and memory": {
-        "strategies": Page(
-            "Strategies",
-            "Where tensors live, and how processes communicate.",
-            "strategies",
-            {
-                "Base classes": group("paceline.strategies", "Strategy DistributedStrategy"),
-                "Strategies": group(
-                    "paceline.strategies",
-                    "SingleDevice DDPStrategy FSDPStrategy ModelParallelStrategy DeepSpeedStrategy",
-                ),
-                "Choosing": ["paceline.strategies.choose_strategy"],
-            },
-        ),
-        "precision": Page(
-            "Precision",
-            "The dtypes that a run computes in.",
-            "precision",
-            {"": group("paceline.strategies", _PRECISIONS)},
-        ),
-        "plugins": Page(
-            "Plugins",
-            "Objects for ``Trainer(plugins=)``: how checkpoints are written, how a launcher names a rank, which devices there are.",
-            "strategies",
-            {
-                "Checkpoints": group(
-                    "paceline.checkpoint.checkpoint_io", "CheckpointIO TorchCheckpointIO AsyncCheckpointIO"
-                ),
-                "Launchers": group(
-                    "paceline.processes.environments",
-                    "ClusterEnvironment LocalEnvironment TorchElasticEnvironment SLURMEnvironment MPIEnvironment "
-                    "LSFEnvironment KubeflowEnvironment",
-                ),
-                "Devices": group(
-                    "paceline.processes.accelerators",
-                    "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XPUAccelerator TPUAccelerator",
-                ),
-                "Layers": group("paceline.strategies.sync_batch_norm", "TorchSyncBatchNorm"),
-            },
-        ),
-        "big_models": Page(
-            "Big models",
-            "Models that are larger than the memory of a device.",
-            "big_models",
-            {
-                "Build": group("paceline", "init_empty_weights init_on_device"),
-                "Plan": group("paceline", "compute_module_sizes infer_auto_device_map plan_device_map"),
-                "Load and run": group(
-                    "paceline",
-                    "load_checkpoint_and_dispatch load_checkpoint_in_model dispatch_model cpu_offload "
-                    "cpu_offload_with_hook disk_offload",
-                ),
-                "Quantize": group("paceline", "load_and_quantize_model BnbQuantizationConfig"),
-            },
-        ),
-        "estimate": Page(
-            "Memory estimates",
-            "How much memory a model and its training take, without allocating it.",
-            "big_models",
-            {"": group("paceline.estimate.memory_estimate", "estimate_memory estimate_strategies MemoryEstimate")},
-        ),
-    },
-    "Programs": {
-        "command_line": Page(
-            "Command line from classes",
-            "A command line and config files from your classes.",
-            "cli",
-            {"": public("paceline.cli")},
-        ),
-        "utilities": Page(
-            "Utilities",
-            "Small helpers that programs written for Lightning import.",
-            "from_lightning",
-            {"": public("paceline.utilities")},
-        ),
-        "stand_ins": Page(
-            "Stand-ins",
-            "``import lightning`` and ``import accelerate`` give Paceline. :doc:`/lightning_names` and "
-            ":doc:`/accelerate_names` list every name.",
-            "from_lightning",
-            {"": ["paceline.compat.install"]},
-        ),
-    },
+PAGES: dict[str, Page] = {
+    "trainer": Page(
+        "Trainer",
+        "Runs a module: ``fit``, ``validate``, ``test``, ``predict``.",
+        "first_fit",
+        {"": ["paceline.Trainer"]},
+    ),
+    "training_module": Page(
+        "TrainingModule",
+        "Your model, its training step and its optimizers.",
+        "first_fit",
+        {"": ["paceline.TrainingModule"]},
+    ),
+    "data": Page(
+        "Data",
+        "Loaders in one place, and several loaders as one.",
+        "data",
+        {"": ["paceline.DataModule", "paceline.CombinedLoader", *public("paceline.data")]},
+        "paceline.data",
+    ),
+    "callbacks": Page(
+        "Callbacks",
+        "What a run does besides training. :doc:`hooks` describes the hooks one by one.",
+        "callbacks",
+        {
+            "Base class": ["paceline.callbacks.Callback", "paceline.Callback"],
+            "Callbacks": public("paceline.callbacks"),
+        },
+        "paceline.callbacks",
+    ),
+    "loggers": Page(
+        "Loggers",
+        "Where numbers go.",
+        "loggers",
+        {"Base class": ["paceline.loggers.Logger"], "Loggers": public("paceline.loggers")},
+        "paceline.loggers",
+    ),
+    "profilers": Page(
+        "Profilers and doctor",
+        "Where the time goes.",
+        "doctor",
+        {"": public("paceline.profilers")},
+        "paceline.profilers",
+    ),
+    "tuner": Page(
+        "Tuner and checks",
+        "A learning rate and a batch size before the run, and a check of a module.",
+        "optimization",
+        {
+            "": [
+                "paceline.Tuner",
+                "paceline.tuner.lr_range_test.LRFinder",
+                "paceline.verify",
+                "paceline.seed_everything",
+            ]
+        },
+    ),
+    "accelerator": Page(
+        "Accelerator",
+        "Devices, precisions, strategies, checkpoints and loggers for your own loop.",
+        "own_loop",
+        {"": ["paceline.Accelerator"]},
+    ),
+    "accelerator_arguments": Page(
+        "Arguments of the Accelerator",
+        "Plugins, handlers and words that configure an :class:`paceline.Accelerator`.",
+        "own_loop",
+        {
+            "Plugins": group(
+                "paceline",
+                "DataLoaderConfiguration DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin "
+                "ParallelismConfig ProjectConfiguration TorchDynamoPlugin",
+            ),
+            "Handlers": group(
+                "paceline",
+                "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
+            )
+            + group("paceline.accelerator.kwargs_handlers", "AORecipeKwargs TERecipeKwargs"),
+            "Words": group("paceline", "DDPCommunicationHookType DistributedType DynamoBackend"),
+        },
+    ),
+    "own_loop": Page(
+        "Processes, loaders and trackers",
+        "What a loop needs around its Accelerator.",
+        "own_loop_trackers",
+        {
+            "Processes": group("paceline", "PartialState notebook_launcher debug_launcher LocalSGD get_logger"),
+            "Loaders and seeds": group("paceline", "skip_first_batches set_seed synchronize_rng_states"),
+            "Memory": [
+                "paceline.find_executable_batch_size",
+                "paceline.memory.out_of_memory_retry.release_memory",
+                "paceline.memory.out_of_memory_retry.clear_device_cache",
+            ],
+            "Trackers": [
+                "paceline.accelerator.trackers.GeneralTracker",
+                "paceline.accelerator.trackers.register_tracker_class",
+            ],
+        },
+    ),
+    "fabric": Page(
+        "Fabric",
+        "Lightning's ``Fabric``, for loops that were written for it.",
+        "from_lightning",
+        {"": ["paceline.compat.lightning.fabric.Fabric"]},
+    ),
+    "strategies": Page(
+        "Strategies",
+        "Where tensors live, and how processes communicate.",
+        "strategies",
+        {
+            "Base classes": group("paceline.strategies", "Strategy DistributedStrategy"),
+            "Strategies": group(
+                "paceline.strategies",
+                "SingleDevice DDPStrategy FSDPStrategy ModelParallelStrategy DeepSpeedStrategy",
+            ),
+            "Choosing": ["paceline.strategies.choose_strategy"],
+        },
+        "paceline.strategies",
+    ),
+    "precision": Page(
+        "Precision",
+        "The dtypes that a run computes in.",
+        "precision",
+        {"": group("paceline.strategies", _PRECISIONS)},
+    ),
+    "plugins": Page(
+        "Plugins",
+        "Objects that replace parts of a run: how checkpoints are written, how launchers name ranks, devices.",
+        "strategies",
+        {
+            "Checkpoints": group(
+                "paceline.checkpoint.checkpoint_io", "CheckpointIO TorchCheckpointIO AsyncCheckpointIO"
+            ),
+            "Launchers": group(
+                "paceline.processes.environments",
+                "ClusterEnvironment LocalEnvironment TorchElasticEnvironment SLURMEnvironment MPIEnvironment "
+                "LSFEnvironment KubeflowEnvironment",
+            ),
+            "Devices": group(
+                "paceline.processes.accelerators",
+                "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XPUAccelerator TPUAccelerator",
+            ),
+            "Layers": group("paceline.strategies.sync_batch_norm", "TorchSyncBatchNorm"),
+        },
+    ),
+    "big_models": Page(
+        "Big models",
+        "Models that are larger than the memory of a device.",
+        "big_models",
+        {
+            "Build": group("paceline", "init_empty_weights init_on_device"),
+            "Plan": group("paceline", "compute_module_sizes infer_auto_device_map plan_device_map"),
+            "Load and run": group(
+                "paceline",
+                "load_checkpoint_and_dispatch load_checkpoint_in_model dispatch_model cpu_offload "
+                "cpu_offload_with_hook disk_offload",
+            ),
+            "Quantize": group("paceline", "load_and_quantize_model BnbQuantizationConfig"),
+        },
+    ),
+    "estimate": Page(
+        "Memory estimates",
+        "How much memory a model and its training take, without allocating it.",
+        "big_models",
+        {"": group("paceline.estimate.memory_estimate", "estimate_memory estimate_strategies MemoryEstimate")},
+    ),
+    "command_line": Page(
+        "Command line from classes",
+        "A command line and config files from your classes.",
+        "cli",
+        {"": public("paceline.cli")},
+        "paceline.cli",
+    ),
+    "utilities": Page(
+        "Utilities",
+        "Small helpers that programs written for Lightning import.",
+        "from_lightning",
+        {"": public("paceline.utilities")},
+        "paceline.utilities",
+    ),
+    "stand_ins": Page(
+        "Stand-ins",
+        "``import lightning`` and ``import accelerate`` give Paceline. :doc:`/lightning_names` and "
+        ":doc:`/accelerate_names` list every name.",
+        "from_lightning",
+        {"": ["paceline.compat.install"]},
+    ),
 }
 
 
@@ -232,17 +232,17 @@ def find(name: str) -> Any:
 def home() -> dict[str, str]:
     """The name under which each public name is described: the first page that has the same object."""
     homes, described = {}, {}
-    for pages in PAGES.values():
-        for page in pages.values():
-            for names in page.sections.values():
-                for name in names:
-                    homes[name] = described.setdefault(id(find(name)), name)
+    for page in PAGES.values():
+        for names in page.sections.values():
+            for name in names:
+                homes[name] = described.setdefault(id(find(name)), name)
     return homes
 
 
 def text(page: Page) -> str:
     """The page's text."""
-    made = heading(page.title, "=") + f"{page.about} Guide: :doc:`/{page.guide}`.\n\n"
+    made = heading(page.title, "=") + (f".. py:module:: {page.room}\n\n" if page.room else "")
+    made += f"{page.about} Guide: :doc:`/{page.guide}`.\n\n"
     done = set()
     every = [name for names in page.sections.values() for name in names]
     if len(every) > 3:
@@ -272,13 +272,15 @@ def described(found: Any) -> bool:
 def entry(name: str) -> str:
     """One object's description."""
     found, at = find(name), home()[name]
-    if at != name:
-        return f".. py:data:: {name}\n\n   The same as :py:obj:`{at}`.\n\n"
-    if not described(found):
-        return f".. py:data:: {name}\n\n   {plain(repr(found))}\n\n"
+    if at != name or not described(found):
+        module, _, own = name.rpartition(".")
+        about = f"The same as :py:obj:`{at}`." if at != name else plain(repr(found))
+        return f".. py:data:: {own}\n   :module: {module}\n\n   {about}\n\n"
     if not inspect.isclass(found):
         return f".. autofunction:: {name}\n\n"
-    options = ["   :members:", "   :show-inheritance:"]
+    options = ["   :members:"]
+    if found.__bases__ != (object,):
+        options += ["   :show-inheritance:"]
     if isinstance(found, EnumMeta):
         options += ["   :undoc-members:"]
     if name in INHERITS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import errors
 import objects
 import tables
 from docutils import nodes
-from rst import heading
 from sources import write
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -21,25 +22,24 @@ TABLES = {"hooks": tables.hooks, "commands": tables.commands, "settings": tables
 
 
 def write_pages(app: Sphinx, config: Any) -> None:
-    """Write every page of the reference."""
+    """Write every page of the reference; docs/reference.md has their table of contents."""
     folder = Path(app.srcdir) / "reference"
-    index = heading("Reference", "=") + (
-        "Every class and function, from the docstrings of the code; every hook, command, setting and environment variable; "
-        "and the errors that people meet most.\n\n"
-    )
     for name, made in TABLES.items():
         write(folder / f"{name}.rst", made())
-    index += toctree("Tables", list(TABLES))
-    for group, pages in objects.PAGES.items():
-        index += toctree(group, list(pages))
-        for name, page in pages.items():
-            write(folder / f"{name}.rst", objects.text(page))
-    write(folder / "index.rst", index)
+    for name, page in objects.PAGES.items():
+        write(folder / f"{name}.rst", objects.text(page))
 
 
-def toctree(caption: str, pages: list[str]) -> str:
-    lines = "\n".join(f"   {page}" for page in pages)
-    return f".. toctree::\n   :caption: {caption}\n   :maxdepth: 1\n\n{lines}\n\n"
+def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
+    """Read a bare name in a class's types as the file that defines the class does: there are two Accelerators."""
+    for node in page.findall(pending_xref):
+        if node.get("refdomain") != "py" or not node.get("py:class") or "." in node["reftarget"]:
+            continue
+        module = sys.modules.get(str(node.get("py:module")))
+        owner = getattr(module, node["py:class"].partition(".")[0], None)
+        meant = getattr(sys.modules.get(getattr(owner, "__module__", "")), node["reftarget"], None)
+        if inspect.isclass(meant):
+            node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
 
 
 def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: Any) -> nodes.reference | None:
@@ -59,5 +59,6 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write_pages)
+    app.connect("doctree-read", mean_what_the_file_means)
     app.connect("missing-reference", find_by_last_part)
     return {"parallel_read_safe": True}

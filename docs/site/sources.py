@@ -1,68 +1,97 @@
 """Makes a page of every file of the repository that a page of the documentation links to, so that the link works."""
 
+from __future__ import annotations
+
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rst import heading
 from sphinx.application import Sphinx
 
-#: Files that have a page already.
-PAGES = {"CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 FOLDER = "sources"
 LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".yaml": "yaml"}
-LINK = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]+)(?=[)#])")
-
-
-def outside(docs: Path, page: Path, target: str) -> str | None:
-    """The path in the repository of a link's target, None if it is in docs/."""
-    goal = Path(os.path.normpath(page.parent / target))
-    return None if goal.is_relative_to(docs) else goal.relative_to(docs.parent).as_posix()
+#: The target of a Markdown link within the repository, without its anchor.
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|/)[^)#\s]+")
 
 
 def write_pages(app: Sphinx, config: Any) -> None:
-    """Write one page for each linked file or folder outside docs/."""
+    """Write one page for each linked file or folder outside docs/, and for those that a written page links to."""
     docs = Path(app.srcdir)
-    pages = [path for path in docs.rglob("*.md") if FOLDER not in path.relative_to(docs).parts]
-    links = {outside(docs, page, m[1]) for page in pages for m in LINK.finditer(page.read_text())}
-    for path in sorted(links - {None, *PAGES}):
-        text = f":orphan:\n\n{path}\n{'=' * len(path)}\n"
-        up = "../" * (len(Path(path).parts) + 1)
-        for file in files(docs.parent / path):
-            name = file.relative_to(docs.parent).as_posix()
-            text += f"\n{name}\n{'-' * len(name)}\n" if name != path else ""
-            if file.suffix == ".md":
-                text += f"\n.. include:: {up}{name}\n   :parser: myst_parser.sphinx_\n   :start-line: 1\n"
-            else:
-                text += f"\n.. literalinclude:: {up}{name}\n   :language: {LANGUAGES.get(file.suffix, 'text')}\n"
-        write(docs / FOLDER / f"{path}.rst", text)
+    root = docs.parent
+    waiting = [path.relative_to(root).as_posix() for path in docs.rglob("*.md") if FOLDER not in path.parts]
+    seen = set(waiting)
+    while waiting:
+        origin = waiting.pop()
+        text = (root / origin).read_text(encoding="utf-8") if origin.endswith(".md") else ""
+        for path in set(linked(root, origin, text)) - seen:
+            seen.add(path)
+            waiting.append(path)
+        if not origin.startswith("docs/") and origin != "CHANGELOG.md":
+            made = f"---\norphan: true\n---\n\n{led(root, origin, text)}" if text else listing(root, origin)
+            write(docs / place(origin), made)
 
 
-def files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return [one for one in sorted(path.iterdir()) if one.suffix in LANGUAGES or one.suffix == ".md"]
+def linked(root: Path, origin: str, text: str) -> Iterator[str]:
+    """The paths in the repository that a Markdown file links to, without those of docs/."""
+    for link in LINK.finditer(text):
+        path = goal(origin, link[0])
+        if (root / path).exists() and not path.startswith("docs/"):
+            yield path
+
+
+def goal(origin: str, target: str) -> str:
+    """The path in the repository of a link's target."""
+    return Path(os.path.normpath(Path(origin).parent / target)).as_posix()
+
+
+def place(path: str) -> str:
+    """Where the site has the page of a file: its path below docs/."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path == "CHANGELOG.md":
+        return "changelog.md"
+    return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.rst"
+
+
+def led(root: Path, origin: str, text: str) -> str:
+    """The text of a Markdown file, with its links pointing at pages of the site."""
+    here = Path(place(origin)).parent
+
+    def there(link: re.Match[str]) -> str:
+        path = goal(origin, link[0])
+        return Path(os.path.relpath(place(path), here)).as_posix() if (root / path).exists() else link[0]
+
+    return LINK.sub(there, text)
+
+
+def listing(root: Path, path: str) -> str:
+    """A page that shows a file, or the files of a folder."""
+    text = ":orphan:\n\n" + heading(path, "=")
+    up = "../" * (len(Path(path).parts) + 1)
+    whole = root / path
+    for file in [whole] if whole.is_file() else sorted(one for one in whole.iterdir() if one.suffix in LANGUAGES):
+        name = file.relative_to(root).as_posix()
+        text += heading(name, "-") if name != path else ""
+        text += f".. literalinclude:: {up}{name}\n   :language: {LANGUAGES.get(file.suffix, 'text')}\n\n"
+    return text
 
 
 def write(path: Path, text: str) -> None:
     """Write a file unless it has this text: Sphinx reads again what is newer than its last build."""
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def lead_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Point links to files outside docs/ at their pages."""
-    docs, here = Path(app.srcdir), app.env.doc2path(page)
-
-    def there(link: re.Match[str]) -> str:
-        path = outside(docs, Path(here), link[1])
-        if path is None:
-            return link[1]
-        goal = docs / PAGES.get(path, f"{FOLDER}/{path}.rst")
-        return Path(os.path.relpath(goal, Path(here).parent)).as_posix()
-
-    source[0] = LINK.sub(there, source[0])
+    """Point the links of a page of docs/ at pages of the site."""
+    docs = Path(app.srcdir)
+    path = Path(app.env.doc2path(page)).relative_to(docs)
+    if path.suffix == ".md" and path.parts[0] != FOLDER:
+        source[0] = led(docs.parent, f"docs/{path.as_posix()}", source[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def hooks() -> str:
     owners = {"callback": Callback, "module": TrainingModule, "DataModule": DataModule}
     shared = [name for name in HOOKS if name not in MODULE_METHODS]
     text = heading("Hooks", "=") + (
-        "Every hook: when it runs, on which ranks, what it may do, and what it must not. :doc:`/hooks` shows the order of "
-        "the calls in a fit.\n\n"
+        "Every hook: when it runs, on which ranks, what it may do, and what it must not. :doc:`/hooks` shows the order "
+        "of the calls in a fit.\n\n"
         "Unless an entry says otherwise, a hook runs on every rank; it may read everything and set "
         "``trainer.should_stop = True``; it must not call a collective on only some ranks.\n\n"
     )
@@ -107,6 +107,8 @@ def option(parser: ArgumentParser, action: Action) -> str:
     return f".. option:: {form}\n\n   {plain(' '.join(words.split()))}\n\n"
 
 
+#: Titles of groups of settings that their names do not give.
+GROUPS = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "dynamo": "Compiling", "parallelism_config": "Parallelism"}
 #: Variables that belong to no setting.
 VARIABLES = {
     "PACELINE_CONFIG_FILE": "the settings file to read; ``none`` reads no file",
@@ -129,19 +131,19 @@ def settings() -> str:
     for one in SETTINGS.values():
         groups.setdefault(one.group, []).append(one)
     for group, members in groups.items():
-        text += heading(group.replace("_", " ").capitalize(), "-")
+        text += heading(GROUPS.get(group, group.replace("_", " ").capitalize()), "-")
         for one in members:
             default = "" if one.default is None else str(one.default)
             default = default.lower() if isinstance(one.default, bool) else default
-            rows = [
-                ("accepts", plain(one.accepts)),
-                ("default", literal(default) or "none"),
-                ("flag", literal(f"--{one.name}")),
-                ("also read", ", ".join(literal(name) for name in one.variables)),
-                ("keys in Accelerate's files", ", ".join(literal(key) for key in one.keys)),
+            facts = [
+                f"Accepts {plain(one.accepts)}.",
+                f"Default: {literal(default)}." if default else "",
+                f"Flag: ``--{one.name}``.",
+                "Also read: " + ", ".join(map(literal, one.variables)) + "." if one.variables else "",
+                "Accelerate's key: " + ", ".join(map(literal, one.keys)) + "." if one.keys else "",
             ]
-            text += f".. envvar:: {one.variable}\n\n   ``{one.name}``: {plain(one.help)}\n\n"
-            text += "".join(f"   :{name}: {value}\n" for name, value in rows if value) + "\n"
+            text += f".. envvar:: {one.variable}\n\n   ``{one.name}``: {plain(one.help)}.\n\n"
+            text += f"   {' '.join(fact for fact in facts if fact)}\n\n"
     text += heading("Other variables", "-")
     for name, about in VARIABLES.items():
         text += f".. envvar:: {name}\n\n   {about}\n\n"

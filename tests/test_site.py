@@ -1,0 +1,150 @@
+"""The documentation site: it builds without a warning, nothing in it leads nowhere, and a browser can use it."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import paceline
+from paceline.callbacks.base import HOOKS
+from paceline.cli.main import COMMANDS
+from paceline.settings import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Folders of docs/ that hold no page, or pages that a build writes.
+NO_PAGES = {"site", "static", "pictures", "reference", "sources"}
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. The first worker that needs it builds it for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (folder / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "site").exists():
+            build(folder / "checkout", folder / "built")
+            (folder / "built").rename(folder / "site")
+    return folder / "site"
+
+
+def build(checkout: Path, out: Path) -> None:
+    """Build the site from a copy of docs/, in which the build writes pages, beside the rest of the repository."""
+    checkout.mkdir()
+    for path in ROOT.iterdir():
+        if path.name != "docs" and not path.name.startswith("."):
+            (checkout / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "docs", checkout / "docs", ignore=shutil.ignore_patterns("__pycache__", "sources"))
+    shutil.rmtree(checkout / "docs" / "reference", ignore_errors=True)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "2", checkout / "docs", out]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(site: Path) -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    anchors = {path: {"", "top", *re.findall(r'\bid="([^"]*)"', text)} for path, text in pages.items()}
+    wrong = []
+    for path, text in pages.items():
+        for target in set(re.findall(r'<[^<>]*\b(?:href|src)="([^"]*)"', text)):
+            parts = urlsplit(target)
+            if parts.scheme:
+                assert parts.scheme in ("https", "http", "data", "mailto"), f"{path}: {target}"
+                continue
+            goal = path if not parts.path else Path(os.path.normpath(path.parent / unquote(parts.path)))
+            # A path that begins at the root of the server fails from file:// and below another path.
+            fits = not target.startswith("/") and goal.is_file()
+            if not fits or (parts.fragment and unquote(parts.fragment) not in anchors.get(goal, ())):
+                wrong.append(f"{path.relative_to(site)}: {target}")
+    assert not wrong, wrong
+    for path in (*site.glob("_static/*.css"), *site.glob("_static/*.js")):
+        assert not re.search(r'url\(["\']?/(?!/)', path.read_text(encoding="utf-8")), path
+
+
+def test_every_page_can_be_found_and_every_version_is_listed(site: Path) -> None:
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))["docnames"]
+    docs = ROOT / "docs"
+    pages = [path.relative_to(docs) for end in ("md", "ipynb") for path in docs.rglob(f"*.{end}")]
+    assert {page.with_suffix("").as_posix() for page in pages if page.parts[0] not in NO_PAGES} <= set(found)
+    versions = json.loads((site / "_static" / "switcher.json").read_text())
+    assert paceline.__version__ in [one["version"] for one in versions]
+
+
+def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path) -> None:
+    head = b"".join((site / "objects.inv").read_bytes().splitlines(keepends=True)[:4])
+    entries = zlib.decompress((site / "objects.inv").read_bytes()[len(head) :]).decode().splitlines()
+    described = {kind: set() for kind in ("py", "std:envvar")}
+    for entry in entries:
+        name, kind = re.match(r"(.+?) (\w+:\w+) ", entry).groups()
+        described.setdefault("py" if kind.startswith("py:") else kind, set()).add(name)
+    rooms = ("callbacks", "loggers", "profilers", "strategies", "utilities", "cli", "data")
+    promised = {f"paceline.{name}" for name in paceline.__all__ if name != "__version__"}
+    for room in rooms:
+        promised |= {f"paceline.{room}.{name}" for name in importlib.import_module(f"paceline.{room}").__all__}
+    assert not promised - described["py"]
+    assert not {one.variable for one in SETTINGS.values()} - described["std:envvar"]
+    hooks = (site / "reference" / "hooks.html").read_text()
+    assert not [name for name in HOOKS if f'id="{name.replace("_", "-")}"' not in hooks]
+    commands = (site / "reference" / "commands.html").read_text()
+    assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
+
+
+def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
+    start = (ROOT / "docs" / "index.md").read_text()
+    table = start.partition("<!-- step overhead -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = {re.sub(r"[\d.`,]", "", row[1]).strip().lower(): row[2] for row in (r.split("|") for r in table)}
+    measured = (ROOT / "benchmarks" / "README.md").read_text().partition("### Everything optional off")[2]
+    rows = [[cell.strip() for cell in line.split("|")] for line in measured.partition("###")[0].splitlines()]
+    ratios = {row[1]: row[4] for row in rows if len(row) > 5}
+    assert {"paceline" if name == "paceline trainer" else name: ratio.strip() for name, ratio in shown.items()} == {
+        name: ratio for name, ratio in ratios.items() if ratio.endswith("x") and name != "raw"
+    }
+
+
+def opened(address: str, folder: Path) -> str:
+    """What a browser makes of a page; it complains about nothing."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += ["--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line and '"[PST]' not in line]
+    assert not said, f"{address}: {said}"
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_path: Path) -> None:
+    expected = {
+        "index.html": "Never a lost step",
+        "reference/callbacks.html": "paceline.callbacks.",
+        "search.html?q=checkpoint": "Search finished, found",
+    }
+    for page, words in expected.items():
+        seen = opened(f"{site.as_uri()}/{page}", tmp_path)
+        assert words in seen, page
+    assert re.search(r'<ul class="search[^>]*>\s*<li', seen)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_the_plots_the_bar_and_the_report_of_notebooks(site: Path, tmp_path: Path) -> None:
+    first = opened(f"{site.as_uri()}/notebooks/first_fit.html", tmp_path)
+    plots = [name for name in re.findall(r'<img [^>]*src="([^"]+[.]png)"', first) if "_images" in name]
+    assert len(plots) == 2, "the digits, and those that are hard to read"
+    assert all((site / "notebooks" / name).stat().st_size > 2000 for name in plots)
+    assert "Epoch 7/7: 22/22 (100%)" in first
+    assert "of the digits are read correctly" in first
+    report = opened(f"{site.as_uri()}/notebooks/what_is_slow.html", tmp_path)
+    assert "Waiting for data takes" in report
+    assert re.search(r'<iframe [^>]*srcdoc="[^"]*How it went', report)
