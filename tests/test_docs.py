@@ -141,7 +141,7 @@ def test_every_block_says_what_it_is() -> None:
     known = ("python", "text", "text output", "diff", "sh", "yaml", "{toctree}")
     for page in PAGES:
         for block in blocks(page):
-            other = re.fullmatch(r"python no-run: \w.*|python file: \w+\.py|\{(image|include)\} \S+", block.info)
+            other = re.fullmatch(r"python no-run: \w.*|python file: \w+\.py|\{image\} \S+", block.info)
             assert block.info in known or other, f"{page}, line {block.line}: {block.info!r}"
 
 

@@ -135,7 +135,7 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
     for page, words in expected.items():
         seen = opened(f"{site.as_uri()}/{page}", tmp_path)
         assert words in seen, page
-    assert re.search(r'<ul class="search[^>]*>\s*<li', seen)
+    assert 'class="search"><li' in seen
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -295,4 +295,6 @@ INHERITS = {
     "paceline.DataModule": "object",
     "paceline.Accelerator": "object",
     "paceline.PartialState": "object",
+    "paceline.strategies.Strategy": "object",
+    "paceline.compat.lightning.fabric.Fabric": "object",
 }

@@ -29,12 +29,8 @@ def write_pages(app: Sphinx, config: Any) -> None:
         for path in set(linked(root, origin, text)) - seen:
             seen.add(path)
             waiting.append(path)
-        if not origin.startswith("docs/") and origin != "CHANGELOG.md":
-            made = (
-                f"---\norphan: true\nnosearch: true\n---\n\n{led(root, origin, text)}"
-                if text
-                else listing(root, origin)
-            )
+        if not origin.startswith("docs/"):
+            made = f"---\norphan: true\n---\n\n{led(root, origin, text)}" if text else listing(root, origin)
             write(docs / place(origin), made)
 
 
@@ -55,8 +51,6 @@ def place(path: str) -> str:
     """Where the site has the page of a file: its path below docs/."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if path == "CHANGELOG.md":
-        return "changelog.md"
     return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.rst"
 
 
