@@ -25,4 +25,9 @@ def description(readme: str) -> str:
 
 if __name__ == "__main__":
     readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-    setup(long_description=description(readme), long_description_content_type="text/markdown")
+    # With its name given, setuptools knows this file and leaves it out of the package, whose folder it is in.
+    setup(
+        script_name="setup.py",
+        long_description=description(readme),
+        long_description_content_type="text/markdown",
+    )

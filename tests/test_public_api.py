@@ -207,7 +207,7 @@ def test_the_description_on_a_package_index_has_no_relative_links(wheel: Path) -
     headers, _, shown = metadata.partition("\n\n")
     assert "Description-Content-Type: text/markdown" in headers
     assert shown.startswith("# Paceline\n")
-    assert "what differs (docs/differences.md)" in shown.replace("\n", " ")
+    assert "documentation (docs/index.md) has the rest" in shown.replace("\n", " ")
     assert 'pip install "paceline[examples]"' in shown
     assert not re.findall(r"\]\((?!https:|#)[^)]*\)|(?:src|href)=\"(?!https:)[^\"]*\"", shown)
 

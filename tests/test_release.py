@@ -30,7 +30,7 @@ def program(name: str) -> Any:
 
 def test_a_release_is_tried_on_every_python_that_the_metadata_names() -> None:
     named = {found[1] for line in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", line))}
-    assert set(program("run").PYTHONS) == named
+    assert named <= set(program("run").PYTHONS)
 
 
 def test_what_checks_a_release_is_pinned() -> None:

@@ -160,7 +160,7 @@ class Accelerator(accelerator.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def _tell_clipping(self) -> None:
-        if not self.sync_gradients:
+        if not self.sync_gradients and self._deepspeed is None:
             messages.info_once(
                 "Gradients are clipped once, when their window is complete. Accelerate clips what has accumulated "
                 "after each micro-batch. Losses differ from Accelerate's from here on. To clip once there too, write "
