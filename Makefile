@@ -9,6 +9,7 @@
 #   make gpu      tests and benchmarks on a machine with a GPU; 25 minutes at most, installs nothing
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
+#   make release  wheel and source distribution in dist/, tried with every Python of this machine; about half an hour
 #   make docs    the documentation as a site of static files in build/docs; half a minute
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
@@ -27,7 +28,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu gpu docs format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu release gpu docs format demo clean
 
 test: lint types tests
 
@@ -69,6 +70,10 @@ torches: .venv/installed
 tpu: .venv/installed
 	$(BIN)/python clients/tpu/run.py $(TPU)
 
+# Each Python has an environment of its own, in .release; RELEASE="--only 3.12" picks one. Nothing is uploaded.
+release: .venv/installed
+	$(BIN)/python clients/release/run.py $(RELEASE)
+
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --random-order-bucket=global --random-order-seed=$(SEED)
@@ -106,5 +111,5 @@ demo: .demo/installed
 	touch $@
 
 clean:
-	rm -rf .venv .demo .clients .loggers .streams .torches .tpu build dist *.egg-info .pytest_cache .ruff_cache runs \
+	rm -rf .venv .demo .clients .loggers .streams .torches .tpu .release build dist *.egg-info .pytest_cache .ruff_cache runs \
 		docs/reference docs/sources

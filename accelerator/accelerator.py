@@ -431,9 +431,11 @@ class Accelerator(AcceleratorProperties):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather a batch's results from all processes, so that the result contains each sample once.
 
-        Rows that repeat samples of other processes are removed from tensors that have one row per sample. All other
-        values are gathered in full. If ``maybe_context_parallel`` has split the batch, each process has the results of
-        one part of each sequence; the parts' results then follow each other along the first dimension.
+        Rows that repeat samples of other processes are removed from tensors that have one row per sample. Tensors of
+        shape () are left out if they come from a process that has only repeated samples, as in the last round of a pass
+        with fewer samples than processes. All other values are gathered in full. If ``maybe_context_parallel`` has
+        split the batch, each process has the results of one part of each sequence; the parts' results then follow each
+        other along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from .. import messages
 from ..data.batches import batch_size_of
-from ..processes.device_transfer import move
+from ..devices.kinds import kind_of
+from ..processes.device_transfer import in_mapping_type, move
 
 
 def is_torch_tensor(value: Any) -> bool:
@@ -39,14 +39,7 @@ def honor_type(original: Any, values: Any) -> Any:
 
 def honor_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Convert ``values`` to the mapping type of ``original``."""
-    if type(original) is dict:
-        return values
-    if not isinstance(original, MutableMapping):
-        return type(original)(values)  # type: ignore[call-arg]
-    result = copy.copy(original)
-    for key, value in values.items():
-        result[key] = value
-    return result
+    return values if type(original) is dict else in_mapping_type(original, values)
 
 
 def recursively_apply(
@@ -94,16 +87,29 @@ def leaves(data: Any) -> list[Tensor]:
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings."""
-    if not skip_keys:
-        return move(tensor, device)
-    skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys)
-    if isinstance(tensor, Mapping):
-        kept = {k: v if k in skip else send_to_device(v, device, skip_keys=skip) for k, v in tensor.items()}
-        return honor_mapping(tensor, kept)
-    if isinstance(tensor, (list, tuple)):
-        return honor_type(tensor, [send_to_device(entry, device, skip_keys=skip) for entry in tensor])
-    return move(tensor, device)
+    """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings.
+
+    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so they must not
+    change yet. Other tensors may change immediately in any case.
+    """
+    place = torch.device(device)
+    kind = kind_of(place)
+    waits = not non_blocking and kind.overlaps_copies()
+    waits = waits and any(one.is_cpu and one.is_pinned() for one in leaves(tensor))
+    moved = _moved(tensor, device, {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ()))
+    if waits:
+        kind.synchronize(place)
+    return moved
+
+
+def _moved(data: Any, device: Any, skip: set[Any]) -> Any:
+    if skip and isinstance(data, Mapping):
+        return honor_mapping(
+            data, {key: one if key in skip else _moved(one, device, skip) for key, one in data.items()}
+        )
+    if skip and isinstance(data, (list, tuple)):
+        return honor_type(data, [_moved(one, device, skip) for one in data])
+    return move(data, device)
 
 
 def find_batch_size(data: Any) -> int:

@@ -83,8 +83,9 @@ def gather_for_metrics(
 ) -> Any:
     """Like :func:`gather`, but drops repeated samples, so that a pass yields every sample once and in order.
 
-    Rows are removed from tensors (and lists of objects) that have one row per sample. All other values are gathered
-    in full, with a warning if the pass ended with repeated samples. With ``in_parts``, each process has the result for
+    Rows are removed from tensors (and lists of objects) that have one row per sample. Tensors of shape () are left out
+    if they come from a process that has only repeated samples. All other values are gathered in full, with a warning if
+    the pass ended with repeated samples. With ``in_parts``, each process has the result for
     one part of each sequence, and all parts are gathered.
     """
     group = strategy.parts_group if in_parts else strategy.data_group
@@ -110,6 +111,8 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.dim() and own and not counting:
+            return value.new_empty(0)
         sized = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
         if sized and len(value) in (own, counting):
             return value[:counting]

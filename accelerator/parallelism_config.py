@@ -40,7 +40,7 @@ class TorchContextParallelConfig:
 
     Args:
         cp_comm_strategy: how attention gets the keys and values of other processes: ``"allgather"`` (the default)
-            gathers them at once. ``"alltoall"`` is accepted and does the same.
+            gathers them at once, and so does ``"alltoall"``.
     """
 
     cp_comm_strategy: Literal["allgather", "alltoall"] | str | None = None
@@ -48,6 +48,11 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         if self.cp_comm_strategy not in (None, *_COMM):
             raise ValueError(messages.unknown("cp_comm_strategy", self.cp_comm_strategy, _COMM))
+        messages.ignored(
+            type(self).__name__,
+            "keys and values are always gathered at once",
+            cp_comm_strategy="alltoall" if self.cp_comm_strategy == "alltoall" else None,
+        )
 
 
 @dataclass

@@ -123,7 +123,7 @@ def load_and_quantize_model(
         no_split_module_classes: as for ``load_checkpoint_and_dispatch``.
         max_memory: the same.
         offload_folder: the same.
-        offload_state_dict: accepted and ignored, because weights are always read one at a time.
+        offload_state_dict: has no effect, because weights are always read one at a time.
 
     Raises:
         ModuleNotFoundError: bitsandbytes is not installed.
@@ -132,6 +132,9 @@ def load_and_quantize_model(
     """
     config = bnb_quantization_config
     require_bitsandbytes("load_and_quantize_model")
+    messages.ignored(
+        "load_and_quantize_model", "weights are read one at a time", False, offload_state_dict=offload_state_dict
+    )
     skipped = [*_left_out(model, config), *_offloaded(device_map)]
     vars(model).update(is_loaded_in_4bit=config.load_in_4bit, is_loaded_in_8bit=config.load_in_8bit)  # peft reads them
     empty = any(parameter.is_meta for parameter in model.parameters())

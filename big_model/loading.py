@@ -64,14 +64,14 @@ def load_checkpoint_and_dispatch(
             weights are read from their files and need no folder.
         offload_buffers: whether to offload the buffers of offloaded parts too.
         dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values.
-        offload_state_dict: accepted and ignored, because at most one chunk is in memory in addition to the model.
+        offload_state_dict: has no effect, because at most one chunk is in memory in addition to the model.
         skip_keys: keyword arguments that are not moved to a part's device.
         preload_module_classes: classes whose instances are fetched as a unit; None means the classes that are not
             split.
         force_hooks: whether to attach hooks even if everything is on one device.
         strict: whether missing and unexpected names are an error instead of a warning.
-        full_state_dict: accepted and ignored, because each process reads the files.
-        broadcast_from_rank0: accepted and ignored, because each process reads the files.
+        full_state_dict: has no effect, because each process reads the files.
+        broadcast_from_rank0: has no effect, because each process reads the files.
 
     Raises:
         FileNotFoundError: there are no weights, or the index lists a file that does not exist.
@@ -89,6 +89,7 @@ def load_checkpoint_and_dispatch(
             "a strategy is about to shard the model across processes. Call "
             "load_checkpoint_in_model(model, checkpoint) instead."
         )
+    _tell_reading("load_checkpoint_and_dispatch", offload_state_dict, full_state_dict, broadcast_from_rank0)
     weight_files(Path(checkpoint))  # raises before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
     main = None
@@ -111,6 +112,17 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=whole,
         force_hooks=force_hooks,
+    )
+
+
+def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: bool, broadcast: bool) -> None:
+    """Say once that files are read in one way only."""
+    messages.ignored(
+        where,
+        "each process reads its own weights from the files, one chunk at a time",
+        offload_state_dict=offload_state_dict or None,
+        full_state_dict=None if full_state_dict else False,
+        broadcast_from_rank0=broadcast or None,
     )
 
 
@@ -158,14 +170,15 @@ def load_checkpoint_in_model(
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
     whose names contain one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False, because
-    quantized layers cannot be offloaded. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0``
-    are accepted and ignored.
+    quantized layers cannot be offloaded. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0`` have
+    no effect.
 
     Raises:
         FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, or a tensor has the wrong shape.
         RuntimeError: with ``strict``, names are missing or unexpected.
     """
+    _tell_reading("load_checkpoint_in_model", offload_state_dict, full_state_dict, broadcast_from_rank0)
     if offload_8bit_bnb:
         raise NotImplementedError(
             "load_checkpoint_in_model: offload_8bit_bnb=True is not supported, because quantized layers cannot be "

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .. import messages
 from ..checkpoint import file_names, storage
+from ..checkpoint.atomic_write import put_link
 from ..checkpoint.owned_files import RunFiles
 from .base import Callback, overridden
 from .early_stopping import check_direction, check_mode
@@ -80,7 +82,7 @@ class CheckpointKeeper(Checkpoint):
         file_names.check(self.filename or "", "ModelCheckpoint(filename=)")
         self.monitor = monitor
         self.verbose = verbose
-        self.save_last = _whether_last(save_last)
+        self.save_last = _checked_last(save_last)
         self.save_top_k = save_top_k
         self.save_weights_only = save_weights_only
         self.mode = mode
@@ -96,7 +98,7 @@ class CheckpointKeeper(Checkpoint):
         self.last_model_path = ""
         self.current_score: Tensor | None = None
         self._files = RunFiles("")
-        self.dirpath = dirpath
+        self.dirpath = dirpath  # type: ignore[override] - chosen when the fit starts
         self._inherited: dict[str, Any] | None = None
         self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
@@ -104,7 +106,7 @@ class CheckpointKeeper(Checkpoint):
         self._forget_steps(alone=True)
 
     @property
-    def dirpath(self) -> str | None:  # type: ignore[override] - chosen when the fit starts
+    def dirpath(self) -> str | None:
         """The absolute path of the checkpoint folder; None until a fit has chosen it. Set it before the fit."""
         return self._files.folder or None
 
@@ -118,6 +120,11 @@ class CheckpointKeeper(Checkpoint):
             return
         files = self._files
         files.folder = trainer.strategy.broadcast(self._folder(trainer))
+        if self.save_last == "link" and storage.is_remote(files.folder):
+            raise ValueError(
+                f"ModelCheckpoint(save_last='link') is only supported for local file paths, but dirpath is "
+                f"{files.folder!r}, where there are no symbolic links. Pass save_last=True for a complete file."
+            )
         files.mark, files.line = trainer.strategy.broadcast((files.mark or uuid.uuid4().hex, uuid.uuid4().hex))
         self._forget_steps(alone=trainer.world_size == 1)
         self._leftovers = []
@@ -177,7 +184,7 @@ class CheckpointKeeper(Checkpoint):
             self.current_score = score
         late = ranked and self._saved_step == step and self._score_late(score)
         gone = self._pushed_out(step, score) if ranked and self._saved_step != step else None
-        last = self.save_last and (late or gone is not None or self._last_step != step)
+        last = bool(self.save_last) and (late or gone is not None or self._last_step != step)
         if gone is not None or last:
             trainer.saver.wait()  # whether the previous save succeeded decides which files can be replaced
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
@@ -198,7 +205,7 @@ class CheckpointKeeper(Checkpoint):
         try:
             values = self._values(trainer)
             path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
-            last = self.save_last and self._last_step != step
+            last = bool(self.save_last) and self._last_step != step
             if path is not None or last:
                 self._write(trainer, values, path, None, last)
             if path is not None:
@@ -305,6 +312,7 @@ class CheckpointKeeper(Checkpoint):
         score, step = values.get(self.monitor or ""), trainer.global_step
         replaced = [*self._leftovers, *(gone or ())]
         paths: list[str] = []
+        link = ""
         if path is not None:
             self._saved_step, self._saved_path = step, path
             paths.append(self._meant(path, replaced))
@@ -314,10 +322,13 @@ class CheckpointKeeper(Checkpoint):
             replaced.append(self.last_model_path)
             self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=replaced)
             self._last_step = step
-            paths.append(self._meant(self.last_model_path, replaced))
+            if self.save_last == "link" and path is not None and gone is not None:
+                link = self.last_model_path  # written anew whenever the file that it shows leaves the ranking
+            else:
+                paths.append(self._meant(self.last_model_path, replaced))
         gives_way = [path] if path is not None and gone is None else []
-        self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in paths]
-        after = partial(self._saved, trainer, paths, self._leftovers)
+        self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in (*paths, link)]
+        after = partial(self._saved, trainer, paths, self._leftovers, link)
         self._leftovers = self._leftovers + gives_way  # saved, in case the run ends before they are deleted
 
         def settled(error: BaseException | None) -> None:
@@ -357,8 +368,13 @@ class CheckpointKeeper(Checkpoint):
         """Return ``path``, marked as one that must not exist yet unless it is one of the replaced files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
-    def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
-        """Delete the replaced files once the new ones are on disk. Called on rank 0, possibly in a thread."""
+    def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
+        """Delete the replaced files once the new ones are on disk. Called on rank 0, possibly in a thread.
+
+        If ``link`` is given, it first becomes a link to the new file.
+        """
+        if link:
+            put_link(Path(link), Path(paths[0]))
         for old in replaced:
             if old not in paths and old != self._protected(trainer):
                 self._remove_checkpoint(trainer, old)
@@ -565,14 +581,9 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
         )
 
 
-def _whether_last(save_last: bool | str | None) -> bool:
+def _checked_last(save_last: bool | str | None) -> bool | str:
     if save_last not in (None, False, True, "link"):
         raise ValueError(
-            f"ModelCheckpoint: save_last={save_last!r} must be True or False: whether to keep a 'last' file."
+            f"ModelCheckpoint: save_last={save_last!r} must be True or False (whether to keep a 'last' file) or 'link'."
         )
-    if save_last == "link":
-        messages.info_once(
-            "ModelCheckpoint(save_last='link'): 'last' is written as a full copy, because a link breaks as soon as "
-            "its target is deleted. Pass save_last=True to get the same without this message."
-        )
-    return bool(save_last)
+    return save_last or False

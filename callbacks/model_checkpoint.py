@@ -61,7 +61,8 @@ class ModelCheckpoint(CheckpointKeeper):
             kept). None keeps only the newest checkpoint.
         verbose: report what is saved and why.
         save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
-            ``"link"`` means True, because a link breaks as soon as its target is deleted.
+            With ``"link"``, it is a symbolic link to the ranked file of the same step, or a complete file if this step
+            has none. A link breaks if you delete its target.
         save_top_k: how many checkpoints to keep; -1 keeps all, 0 none.
         save_on_exception: save when an exception ends the fit. A signal that ends the fit always triggers a save.
         save_weights_only: save only the weights, without the optimizers and everything else that a resume needs.

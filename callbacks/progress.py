@@ -117,8 +117,10 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """The total number of batches in all validation loaders; 0 if validation is off."""
-        return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
+        """The total number of batches in all validation loaders; 0 if this epoch has no validation."""
+        trainer, every = self.trainer, self.trainer.check_val_every_n_epoch or 1
+        due = trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
+        return sum(trainer.num_val_batches) if due else 0
 
     def _of_loader(self, totals: Sequence[int | float]) -> int | float:
         idx = self._dataloader_idx or 0

@@ -164,6 +164,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def put_link(path: Path, target: Path) -> None:
+    """Make ``path`` a relative symbolic link to ``target``; a copy of ``target`` if the system allows no links."""
+    with written_aside(path) as temporary:
+        try:
+            temporary.symlink_to(os.path.relpath(target, path.parent), target_is_directory=target.is_dir())
+        except OSError:
+            (shutil.copytree if target.is_dir() else shutil.copyfile)(target, temporary)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a new name in ``folder`` survive a power failure, if the file system supports it."""
     if os.name == "nt":

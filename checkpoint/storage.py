@@ -282,7 +282,7 @@ def remove(path: str | Location) -> None:
     where = location(path)
     if isinstance(where, Remote):
         remove_all(where.files_below() if where.is_dir() else [where])
-    elif where.is_dir():
+    elif where.is_dir() and not where.is_symlink():
         hidden = where.with_name(f".{uuid4().hex}.tmp")
         where.rename(hidden)
         shutil.rmtree(hidden)

@@ -157,10 +157,10 @@ class Batches:
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Resuming at batch {count} of the epoch. To get there, {count} batches were loaded and discarded in "
+            f"To start after batch {count} of the epoch, {count} batches were loaded and discarded in "
             f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
-            "To avoid that, use a map-style dataset, or a loader (or, without workers, an iterable dataset) that has "
-            "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
+            "A map-style dataset can. To resume from a checkpoint, so can a loader (or, without workers, an iterable "
+            "dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )
 

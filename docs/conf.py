@@ -1,6 +1,5 @@
 """Sphinx's settings for the documentation site: `make docs` builds it into build/docs."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -25,17 +24,12 @@ extensions = [
     "reference",
     "sources",
 ]
-exclude_patterns = ["site", "pictures/*.md"]
-# Pages that are included begin below the heading that their own page has.
-suppress_warnings = ["myst.header"]
-# A folder may be empty, and the site builds all the same.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in str(record.msg))
+exclude_patterns = ["site", "static", "pictures"]
 
 myst_heading_anchors = 6
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "off"
 smartquotes = False  # they make one dash of the two of a flag
-
 
 autodoc_inherit_docstrings = False  # a hook that a callback defines is described once, at the base class
 autodoc_member_order = "bysource"

@@ -146,6 +146,10 @@ class DummyLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         return None
 
+    def __getitem__(self, index: int) -> DummyLogger:
+        """Return this logger, for programs that index ``self.logger``."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

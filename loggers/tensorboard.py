@@ -22,7 +22,7 @@ from .values import flat, number
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
+WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix", "comment")
 
 
 class TensorBoardLogger(FolderLogger):
@@ -46,7 +46,8 @@ class TensorBoardLogger(FolderLogger):
         sub_dir: a subfolder of the version's folder for the files.
         **kwargs: ``purge_step`` (hide values that an earlier run logged from this step on), ``max_queue`` (events that
             may be queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
-            written, default 10) and ``filename_suffix``.
+            written, default 10), ``filename_suffix``, and ``comment``, which has no effect, because SummaryWriter
+            adds it only to a folder that it chooses itself.
     """
 
     def __init__(
@@ -74,6 +75,12 @@ class TensorBoardLogger(FolderLogger):
         max_queue = kwargs.get("max_queue", 1000)
         flush_secs = kwargs.get("flush_secs", 10)
         suffix = kwargs.get("filename_suffix", "")
+        comment = kwargs.get("comment", "")
+        if comment:
+            messages.warn_once(
+                f"TensorBoardLogger(comment={comment!r}) has no effect, because name and version choose the folder. "
+                "Pass version='my_run' to choose the folder's name."
+            )
         self._options = {
             "purge_step": purge_step,
             "max_queue": max_queue,

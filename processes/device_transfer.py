@@ -125,13 +125,7 @@ class Mover:
         return result
 
     def _mapping(self, values: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        moved = {key: self(value) for key, value in values.items()}
-        if not isinstance(values, MutableMapping):
-            return type(values)(moved)  # type: ignore[call-arg]
-        result = copy.copy(values)
-        for key, value in moved.items():
-            result[key] = value
-        return result
+        return in_mapping_type(values, {key: self(value) for key, value in values.items()})
 
     def _dataclass(self, value: Any) -> Any:
         result = copy.copy(value)
@@ -244,6 +238,16 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):
         return False
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def in_mapping_type(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Convert ``values`` to the mapping type of ``original``, with the attributes of ``original``."""
+    if not isinstance(original, MutableMapping):
+        return type(original)(values)  # type: ignore[call-arg]
+    result = copy.copy(original)
+    for key, value in values.items():
+        result[key] = value
+    return result
 
 
 def _unchanged(value: Any) -> Any:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from ..torch_private import multiply_each_, norm_of_each
 
 
+@torch.inference_mode(False)  # torch 2.11 cannot gather a parameter in inference mode
+@torch.no_grad()
 def whole(state: Any, keep: bool) -> Any:
     """Return the state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
 
@@ -27,7 +29,7 @@ def whole(state: Any, keep: bool) -> Any:
         if not isinstance(value, DTensor):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         if id(value) not in known:
-            full = value.detach().full_tensor()  # detached first: torch 2.11 cannot gather it where gradients are off
+            full = value.full_tensor()
             known[id(value)] = full.cpu() if keep else full.to("meta")
         return known[id(value)]
 

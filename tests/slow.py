@@ -40,6 +40,9 @@ REASONS: dict[str, str] = {
     "test_site.py::test_the_site_builds_without_a_warning_and_every_link_leads_somewhere": (
         "its fixture builds the whole documentation, which the file reads"
     ),
+    "test_public_api.py::test_a_strict_type_checker_accepts_a_program_that_uses_the_installed_wheel": (
+        "mypy reads all of torch"
+    ),
     "trainer/test_compiled_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
         "inductor compiles C++"
     ),

@@ -91,7 +91,12 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     request.addfinalizer(leave)
     printed = ""
     for block in blocks(page):
-        if block.info == "python":
+        if block.info.startswith("python file: "):  # which later blocks run or import
+            file = tmp_path / block.info.partition(": ")[2]
+            file.write_text(block.text, encoding="utf-8")
+            monkeypatch.syspath_prepend(tmp_path)
+            request.addfinalizer(partial(sys.modules.pop, file.stem, None))
+        elif block.info == "python":
             code = compile("\n" * block.line + block.text, str(DOCS / f"{page}.md"), "exec")
             out = io.StringIO()
             with contextlib.redirect_stdout(out), warnings.catch_warnings():
@@ -136,8 +141,8 @@ def test_every_block_says_what_it_is() -> None:
     known = ("python", "text", "text output", "diff", "sh", "yaml", "{toctree}")
     for page in PAGES:
         for block in blocks(page):
-            reason = re.fullmatch(r"python no-run: \w.*|\{(image|include)\} \S+", block.info)
-            assert block.info in known or reason, f"{page}, line {block.line}: {block.info!r}"
+            other = re.fullmatch(r"python no-run: \w.*|python file: \w+\.py|\{image\} \S+", block.info)
+            assert block.info in known or other, f"{page}, line {block.line}: {block.info!r}"
 
 
 def test_the_pseudo_code_is_the_one_in_the_code() -> None:

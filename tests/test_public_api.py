@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -151,14 +155,16 @@ def test_what_the_lock_pins_is_what_pyproject_asks_for() -> None:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads, as building leaves files in the source folder."""
     copy = tmp_path_factory.mktemp("source") / "checkout"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs")
+    left = ("build", "dist", "*.egg-info", "runs", "wandb", "gpu.json", "sources", "reference")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", *left)
     shutil.copytree(ROOT, copy, ignore=left_out)
     return copy
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", ".", cwd=source)
+    """Both distributions are built, the wheel from the unpacked source distribution."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", cwd=source)
     return next((source / "dist").glob("*.whl"))
 
 
@@ -181,15 +187,36 @@ def new_environment(folder: Path) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    code = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    files = [ROOT / "py.typed", *ROOT.glob("compat/*/surface.txt"), *code]
+    code = {*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))}
+    files = [ROOT / "py.typed", *ROOT.glob("compat/*/surface.txt"), *(code - {ROOT / "setup.py"})]
     assert shipped == {f"paceline/{path.relative_to(ROOT).as_posix()}" for path in files}
+
+
+def test_the_source_distribution_holds_all_that_the_repository_does(source: Path, wheel: Path) -> None:
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+        shipped = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    made = {"PKG-INFO", "setup.cfg", ".gitignore"}
+    found = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    own = {name for name in found if not name.startswith(("dist/", "build/", "paceline.egg-info/"))}
+    assert {name for name in shipped if not name.startswith((".", "paceline.egg-info/"))} - made == own - made
+
+
+def test_the_description_on_a_package_index_has_no_relative_links(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"paceline-{paceline.__version__}.dist-info/METADATA").decode()
+    headers, _, shown = metadata.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in headers
+    assert shown.startswith("# Paceline\n")
+    assert "documentation (docs/index.md) has the rest" in shown.replace("\n", " ")
+    assert 'pip install "paceline[examples]"' in shown
+    assert not re.findall(r"\]\((?!https:|#)[^)]*\)|(?:src|href)=\"(?!https:)[^\"]*\"", shown)
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"paceline-{paceline.__version__}.dist-info/METADATA").decode()
-        assert f"paceline-{paceline.__version__}.dist-info/licenses/LICENSE" in archive.namelist()
+        for text in ("LICENSE", "NOTICE"):
+            assert f"paceline-{paceline.__version__}.dist-info/licenses/{text}" in archive.namelist()
     required = {
         line.removeprefix("Requires-Dist: ").split(">")[0].split("<")[0].strip()
         for line in metadata.splitlines()
@@ -208,5 +235,43 @@ def test_an_installation_works_outside_the_checkout(form: str, source: Path, whe
     said = run(python, "-I", "-c", program, cwd=tmp_path)
     place = source if form == "editable" else tmp_path / "environment"
     assert str(place) in said
-    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert "version" in PYPROJECT["project"]["dynamic"]
     assert paceline.__version__ in said
+
+
+def strict_errors(checker: str, python: Path, folder: Path) -> str:
+    """Run a type checker in its strict mode on program.py; return what it prints, empty if it has no objection."""
+    if checker == "mypy":
+        options = ["--strict", "--no-error-summary", "--python-version", "3.10", "--python-executable", python]
+        command = ["mypy", *options, "program.py"]
+    else:
+        settings = {"include": ["program.py"], "typeCheckingMode": "strict", "pythonVersion": "3.10"}
+        (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+        command = ["pyright", "--pythonpath", python, "-p", "."]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        cwd=folder,
+        env={**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr[-2000:]
+    return done.stdout.replace("0 errors, 0 warnings, 0 informations", "").strip() + done.stderr
+
+
+@pytest.mark.rotates(10)
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_strict_type_checker_accepts_a_program_that_uses_the_installed_wheel(
+    checker: str, wheel: Path, tmp_path: Path
+) -> None:
+    python = new_environment(tmp_path / "environment")
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    program = (ROOT / "tests" / "typed_program.py").read_text()
+    (tmp_path / "program.py").write_text(program)
+    assert strict_errors(checker, python, tmp_path) == ""
+    wrong = program.replace("max_epochs=2", "max_epochs='two'")
+    (tmp_path / "program.py").write_text(wrong)
+    assert "max_epochs" in strict_errors(checker, python, tmp_path)

@@ -54,7 +54,8 @@ def build(checkout: Path, out: Path) -> None:
 
 
 def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(site: Path) -> None:
-    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    found = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    pages = {path: path.read_text(encoding="utf-8") for path in found}
     anchors = {path: {"", "top", *re.findall(r'\bid="([^"]*)"', text)} for path, text in pages.items()}
     wrong = []
     for path, text in pages.items():
@@ -134,7 +135,7 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
     for page, words in expected.items():
         seen = opened(f"{site.as_uri()}/{page}", tmp_path)
         assert words in seen, page
-    assert re.search(r'<ul class="search[^>]*>\s*<li', seen)
+    assert 'class="search"><li' in seen
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -93,6 +93,8 @@ class EvalLoop:
         self.fetched = (None, 0, 0)
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
             run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
+            if idx + 1 < len(loaders):
+                metrics.end_loader()
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
         metrics.end_epoch()
         if self.kind == "predict":

@@ -44,9 +44,13 @@ class FitLoop:
 
     Attributes:
         validation: runs the validations, and knows when one is due.
+        takes_iterator: whether the module has the form ``training_step(dataloader_iter)``.
+        guarded: whether a callback makes all ranks skip the same batches, as ``LossGuard`` does.
         stops: decides, for all ranks together, after which batch a run stops early.
         losses: reads the loss from what ``training_step`` returned.
         manual_step_check: raises if the user's code steps an optimizer that the trainer steps too.
+        forward: ``training_step`` as the strategy runs it, called with ``(batch, batch_idx)``.
+        whole: compiles forward, backward and update as one graph; None unless ``Trainer(compile=...)`` asks for that.
         schedules: the learning rate schedulers, by the moment at which they advance.
         max_steps: the number of optimizer steps at which training ends; inf means no limit.
         log_every: the number of optimizer steps from one transfer of logged values to the loggers to the next.
@@ -166,6 +170,7 @@ class FitLoop:
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch  # its size is the weight of the logged values
+                # A hook that returns -1 skips the rest of the epoch, this batch included; the others run anyway.
                 if batch_starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_starts]:
                     self.skip_rest(step)
                     complete = True

@@ -340,6 +340,13 @@ class MetricStore:
         self.epoch_ended = True
         self._share()
 
+    def end_loader(self) -> None:
+        """Compute the metrics that an evaluation's loader has logged, before the next loader updates them."""
+        self._share()
+        for record in self.records.values():
+            if isinstance(record, MetricRecord) and record.seen and record.on_epoch:
+                record.result(self.strategy)
+
     def _share(self) -> None:
         """Reduce the values logged since the last call across all processes; every process must call this."""
         if self.strategy.world_size == 1:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .arguments import Request
     from .resume import Resumed
     from .run import Run
+    from .trainer import Trainer
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
@@ -112,11 +113,7 @@ def synchronize_layers(run: Run) -> None:
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Set up weights and optimizers, call ``on_fit_start``, log hyperparameters and restore the checkpoint."""
-    if run.trainer.max_epochs is None:
-        timed = any(callback.limits_training for callback in run.trainer.callbacks)
-        if run.trainer.max_steps == -1 and not timed:
-            messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
-        run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
+    settle_max_epochs(run.trainer)
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
         restore_model(run, checkpoint, parts)
@@ -135,6 +132,16 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
     if resumed is not None:
         say_position(run, parts)
     return resumed
+
+
+def settle_max_epochs(trainer: Trainer) -> None:
+    """Set a ``max_epochs`` that was not given: 1000, or -1 (no limit) if something else limits the training."""
+    if trainer.max_epochs is not None:
+        return
+    timed = any(callback.limits_training for callback in trainer.callbacks)
+    if trainer.max_steps == -1 and not timed:
+        messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
+    trainer.max_epochs = -1 if trainer.max_steps != -1 or timed else 1000
 
 
 def say_position(run: Run, parts: tuple[str, ...]) -> None:
@@ -436,7 +443,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
 def setup_optimizers(run: Run) -> None:
     """Create optimizers and schedulers."""
     module = run.module
-    optimizers, run.lr_scheduler_configs = configure(module)
+    optimizers, run.lr_scheduler_configs = profiling.by_module(run, "configure_optimizers", configure)(module)
     own = {id(parameter) for parameter in module.parameters()}
     if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(

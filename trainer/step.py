@@ -65,9 +65,21 @@ class TrainStep(ManualStep):
     A window is ``accumulate_grad_batches`` micro-batches, or fewer at the end of an epoch. Its gradient is the mean
     over the micro-batches actually in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the
     mean over all items of the window on all ranks.
+
+    Attributes:
+        losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
+        optimizer: the fit's only optimizer, or one object that stands for all of them.
+        share: weight of the epoch's last batch if ranks have different numbers of samples in it.
+        sync: tells the strategy whether the next backward averages gradients over ranks; None where each does.
+        scales: whether fp16 scales the losses, so that gradients are unscaled before each step.
+        clip: clips an optimizer's gradients; None if they are not clipped.
+        take: steps an optimizer; returns False if the step was skipped.
+        clear: clears an optimizer's gradients.
+        clearing: the ``on_before_zero_grad`` hooks and ``clear``, each called with the optimizer.
+        after_step: what is called with the optimizer after each of its steps: ``clearing``.
     """
 
-    #: The name of the method that runs an update.
+    #: The name of the method that runs an update; :class:`.ManualStepCheck` wraps it to count the updates.
     UPDATE = "update"
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
@@ -91,7 +103,6 @@ class TrainStep(ManualStep):
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
         clear = partial(self._zero_grad, zero_grad) if own_zero or own_clear else clear_gradients
         self.clear = by_module(run, "optimizer_zero_grad", clear)
-        # `clearing` clears the gradients; `after_step` runs after each optimizer step. Both take the optimizer.
         self.clearing = self.after_step = (*hooks.on_before_zero_grad, self.clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
@@ -224,6 +235,7 @@ class ClosureStep(TrainStep):
         if self.sync is not None:
             self.sync(True)
         evaluated: list[Any] = []
+        # If all ranks skip the same batches, they agree on that in `forward`, so it runs before the optimizer.
         first = [self.forward(batch, batch_idx)] if self.losses.together else []
         if first and first[0] is None:  # no loss, no step
             return self.skip()

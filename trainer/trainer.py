@@ -214,7 +214,7 @@ class Trainer:
         self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val or None, gradient_clip_algorithm
         check.check_clipping(self.gradient_clip_val, gradient_clip_algorithm)
         every = 50 if log_every_n_steps is None else log_every_n_steps
-        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
+        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62  # 0 means never
         reload = check.check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs)
         self.reload_dataloaders_every_n_epochs = reload
         self.inference_mode = check.check_switch("inference_mode", inference_mode)
@@ -250,7 +250,9 @@ class Trainer:
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers = choose_loggers(logger, self)
         self.callbacks: list[Callback] = choose_callbacks(callbacks, max_time, grace_seconds, self)
+        #: The path that was assigned to `trainer.ckpt_path`; every entry point loads it until it is cleared.
         self.asked_ckpt_path: Any = None
+        #: The last module with callbacks of its own, the Trainer's callbacks that they replaced, and its callbacks.
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
         self.state = RunState()
         self.current_run = Run(self)
@@ -477,7 +479,7 @@ class Trainer:
 
     def __copy__(self) -> Trainer:
         double = object.__new__(type(self))
-        vars(double).update(vars(self))
+        vars(double).update(vars(self))  # it shares the run, of which a pickled Trainer has a copy
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:

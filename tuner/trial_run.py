@@ -22,7 +22,7 @@ from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.metrics import MetricStore
 from ..trainer.run import Run
-from ..trainer.start_run import attach, find_module
+from ..trainer.start_run import attach, bind_hooks, end_logging, find_module, settle_max_epochs
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
 from .restore import SavedState
@@ -45,10 +45,13 @@ def refuse_strategy(run: Run, what: str) -> None:
         )
 
 
-def run_separately(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
+def run_separately(
+    trainer: Trainer, request: Request, work: Callable[[Run], Any], load: Callable[[Run, Any], Any] | None = None
+) -> Any:
     """Prepare a separate run as an entry point does, call ``work``, and restore module, data and Trainer.
 
-    A module that the strategy shards stays sharded, as after a fit.
+    A module that the strategy shards stays sharded, as after a fit. Afterwards, the Trainer shows the search's module
+    and DataModule, and the loaders that ``load`` creates from the run and the result.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
@@ -60,6 +63,8 @@ def run_separately(trainer: Trainer, request: Request, work: Callable[[Run], Any
         with numerics(run.trainer):
             attach(run, request)
             result = work(run)
+            if load is not None:
+                load(run, result)
             failed = False
     except BaseException as error:
         strategy.abandon(error)
@@ -72,7 +77,25 @@ def run_separately(trainer: Trainer, request: Request, work: Callable[[Run], Any
             run.teardown(request.fn, failed)
         finally:
             kept.restore()
+    show(trainer, request, run.source)
     return result
+
+
+def show(trainer: Trainer, request: Request, source: DataSource | None = None) -> None:
+    """Let the Trainer show a search's module, DataModule and loaders, as after a run of its own."""
+    module, data = find_module(trainer.current_run, request)[0], request.datamodule
+    run = trainer.current_run = Run(trainer, None, trainer.current_run)
+    run.module = run.model = module
+    run.datamodule = data
+    if source is not None:
+        run.source, source.run = source, run
+    module.trainer = trainer
+    if data is not None:
+        data.trainer = trainer
+    if request.fn == "fit":
+        settle_max_epochs(trainer)
+    bind_hooks(run)
+    end_logging(run)
 
 
 def _kept_around(trainer: Trainer, request: Request, module: Any) -> SavedState:

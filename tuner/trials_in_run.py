@@ -82,12 +82,34 @@ def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: An
     return size * run.trainer.accumulate_grad_batches * world
 
 
+def planned(found: SizeSearchResult, effective: int | None, world: int, accumulate: int) -> BatchPlan:
+    """Return the batch size and the accumulation that follow from a search; ``accumulate`` stays if it may."""
+    return plan(found.size, effective, world) or BatchPlan(found.size, accumulate)
+
+
+def load_with_size(run: Run, places: list[TunedAttribute], size: int, method: str) -> None:
+    """Create the run's loaders while its attributes hold a batch size, and put the attributes back."""
+    before = [place.get() for place in places]
+    try:
+        for place in places:
+            place.set(size)
+        if method != "fit":
+            run.source.load_evaluation(method)
+            return
+        run.source.train()
+        if run.source.validates():
+            run.source.load_evaluation("validate")
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.set(value)
+
+
 def take_size(
     run: Run, places: list[TunedAttribute], given: Any, found: SizeSearchResult, effective: int | None, world: int
 ) -> BatchPlan:
     """Set the batch size (and the accumulation if ``effective`` is given), and report them."""
     before = size_of(given) if given is not None else places[0].get()
-    decided = plan(found.size, effective, world) or BatchPlan(found.size, run.trainer.accumulate_grad_batches)
+    decided = planned(found, effective, world, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
     also = f", and accumulate_grad_batches to {decided.accumulate}" if effective is not None else ""

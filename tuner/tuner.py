@@ -15,11 +15,11 @@ from ..trainer.run import Run
 from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
-from .batch_size import BatchTrial, SizeSearch, plan, stage_of
+from .batch_size import BatchTrial, SizeSearch, SizeSearchResult, plan, stage_of
 from .lr_range_test import LRFinder, RangeTest
 from .trial import Method
-from .trial_run import run_separately
-from .trials_in_run import SizePlaces, effective_now, is_dry, take_lr, take_size
+from .trial_run import run_separately, show
+from .trials_in_run import SizePlaces, effective_now, is_dry, load_with_size, planned, take_lr, take_size
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
@@ -33,6 +33,8 @@ class Tuner:
     buffers, RNG states, the position in the data, plain attributes of the module, and the Trainer's counters,
     callbacks and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files,
     or instances of your own classes that the module holds) are not undone.
+
+    The Trainer then shows the search's module, DataModule and loaders, and the ``max_epochs`` of the fit.
 
     Args:
         trainer: the Trainer of the fit; the search uses its strategy, precision, accumulation and clipping.
@@ -114,7 +116,7 @@ class Tuner:
         test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
         if is_dry(self.trainer, "The learning rate"):
             return LRFinder(mode, min_lr, max_lr, num_training)
-        found: LRFinder = self._run(request, test)
+        found: LRFinder = self._run(request, test, lambda run, _: run.source.train())
         if update_attr:
             take_lr(found, places)
         return found
@@ -184,7 +186,11 @@ class Tuner:
         search = SizeSearch(locate, method, mode, steps_per_trial, init_val, max_trials, margin, max_val)
         if is_dry(self.trainer, "The batch size"):
             return None
-        found = self._run(request, search)
+
+        def load(run: Run, found: SizeSearchResult) -> None:
+            load_with_size(run, locate(run), planned(found, effective, world, 1).size, method)
+
+        found = self._run(request, search, load)
         self.batch_sizes_tried = found.trials
         return take_size(trainer.current_run, places, given, found, effective, world).size
 
@@ -218,12 +224,14 @@ class Tuner:
             )
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)
 
-    def _run(self, request: Request, work: Callable[[Run], Any]) -> Any:
+    def _run(self, request: Request, work: Callable[[Run], Any], load: Callable[[Run, Any], Any]) -> Any:
         strategy = self.trainer.strategy
         if strategy.launcher is None:
-            return run_separately(self.trainer, request, work)
+            return run_separately(self.trainer, request, work, load)
         with told_if_stopped_early(len(strategy.device_ids)):
-            return strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
+            found = strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
+        show(self.trainer, request)
+        return found
 
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from ... import messages
 from ...accelerator import accelerator
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
+from ...accelerator.state_folders import Folders
+from ...checkpoint.storage import Location
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .evaluation import note_items, once_per_sample
@@ -36,6 +38,20 @@ class _Optimizer(AcceleratedOptimizer):
             )
 
 
+class _Folders(Folders):
+    """The folders of states, of which a limit covers only those that are named automatically."""
+
+    def delete_old(self, newest: Location) -> None:
+        """Delete states beyond ``total_limit`` if folders are named automatically."""
+        if self.project.automatic_checkpoint_naming:
+            super().delete_old(newest)
+        messages.ignored(
+            "ProjectConfiguration",
+            "automatic_checkpoint_naming is False, so that the script names and deletes states itself",
+            total_limit=None if self.project.automatic_checkpoint_naming else self.project.total_limit,
+        )
+
+
 class Accelerator(accelerator.Accelerator):
     """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
 
@@ -48,6 +64,7 @@ class Accelerator(accelerator.Accelerator):
         self._deepspeed = self.state.deepspeed_plugin
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
+        self.states.folders = _Folders(self.strategy, self.project_configuration)
         self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = _Optimizer
         newest_is(self.gradient_state)
@@ -59,6 +76,9 @@ class Accelerator(accelerator.Accelerator):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
         if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed is not None:
+            if isinstance(self._deepspeed, DeepSpeedPlugin):
+                steps, split = self.gradient_accumulation_steps, self.dataloader_config.split_batches
+                self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
             objects = tuple(created(objects, self._deepspeed))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
@@ -105,7 +125,7 @@ class Accelerator(accelerator.Accelerator):
     def _tell_schedules(self) -> None:
         world, config = self.strategy.num_data_ranks, self.dataloader_config
         multiplied = world > 1 and self.step_scheduler_with_optimizer and not config.split_batches
-        if multiplied and self.prepared.schedulers and self.scheduler_steps != "per_sample":
+        if multiplied and self._deepspeed is None and self.prepared.schedulers and self.scheduler_steps != "per_sample":
             messages.info_once(
                 f"Prepared schedules advance once per update. Accelerate advances them {world} times, once for each "
                 "process. If the script multiplies the length of its schedule by the number of processes, set "
@@ -118,9 +138,10 @@ class Accelerator(accelerator.Accelerator):
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             return dl
         raise NotImplementedError(
-            "accelerator.deepspeed_ulysses_dl_adapter is not supported, because loaders are split when they are "
-            "prepared: call accelerator.prepare(model, optimizer, loader). With transformers.Trainer, use "
-            f"ParallelismConfig(cp_size={self.parallelism_config.sp_size}) instead of sp_size."
+            f"transformers.Trainer does not work with ParallelismConfig(sp_size={self.parallelism_config.sp_size}), "
+            "because it would split sequences a second time (accelerator.deepspeed_ulysses_dl_adapter). In the "
+            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a loop of your own, leave out the "
+            "call of that method: accelerator.prepare(model, optimizer, loader) splits sequences already."
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
@@ -139,7 +160,7 @@ class Accelerator(accelerator.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def _tell_clipping(self) -> None:
-        if not self.sync_gradients:
+        if not self.sync_gradients and self._deepspeed is None:
             messages.info_once(
                 "Gradients are clipped once, when their window is complete. Accelerate clips what has accumulated "
                 "after each micro-batch. Losses differ from Accelerate's from here on. To clip once there too, write "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import messages
+from ...big_model import infer_device_map
 from ...big_model.device_map import device_of, join_neighbors
 from ...big_model.dispatch import dispatch_model
 from ...big_model.empty_init import like
 from ...big_model.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
-from ...big_model.infer_device_map import smallest_parts
 from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
 from ...big_model.offload import OffloadedWeightsLoader
 from ...big_model.prefetch import Part
 from ...big_model.quantized_layers import load_weight, quantized_layers
 from ...big_model.weight_files import mapped_tensors
+from ...memory.out_of_memory_retry import clear_device_cache
 from ...processes.device_transfer import in_dtype
 from ...torch_private import own_buffers, own_parameters, unsaved_buffers
 
@@ -31,19 +35,39 @@ def set_module_tensor_to_device(
     device: Any,
     value: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    **more: Any,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: Any = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
     The weight of a layer of bitsandbytes is quantized, unless it is already; ``fp16_statistics`` are then the scales of
-    8-bit weights. ``tied_params_map`` and ``clear_cache``, which only save memory, are not needed.
+    8-bit weights. With ``clear_cache``, torch gives memory of replaced values back to their device.
+    ``tied_params_map`` has no effect.
     """
+    _tell_ties("set_module_tensor_to_device", tied_params_map)
+    moves = _set_tensor(module, tensor_name, device, value, dtype, fp16_statistics, non_blocking)
+    if clear_cache and moves:
+        clear_device_cache()
+
+
+def _set_tensor(
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Tensor | None,
+    dtype: torch.dtype | None = None,
+    scales: Tensor | None = None,
+    non_blocking: bool = False,
+) -> bool:
+    """Set a tensor; return whether its old value took memory of an accelerator."""
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
     if name == "weight" and value is not None and "" in quantized_layers(owner):
-        scales = {} if more.get("fp16_statistics") is None else {"SCB": more["fp16_statistics"]}
-        load_weight(owner, {"weight": value if dtype is None else value.to(dtype), **scales}, torch.device(device))
-        return
+        more = {} if scales is None else {"SCB": scales}
+        load_weight(owner, {"weight": value if dtype is None else value.to(dtype), **more}, torch.device(device))
+        return False
     held: dict[str, Any] = own_parameters(owner) if name in own_parameters(owner) else own_buffers(owner)
     old = held.get(name)
     if old is None:
@@ -59,8 +83,13 @@ def set_module_tensor_to_device(
         )
     new = (old if value is None else value).detach()
     kind = old.dtype if dtype is None else in_dtype(new.dtype, dtype)
-    new = new.to(device, kind, non_blocking=more.get("non_blocking", False))
+    new = new.to(device, kind, non_blocking=non_blocking)
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
+    return old.device.type not in ("cpu", "meta")
+
+
+def _tell_ties(where: str, tied_params_map: Any) -> None:
+    messages.ignored(where, "it could only save memory", tied_params_map=tied_params_map or None)
 
 
 def named_module_tensors(
@@ -81,10 +110,33 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
+def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Any, float]:
+    """Like Paceline's function of this name, but without a limit for the disk if none is given."""
+    return _without_disk(infer_device_map.get_max_memory(max_memory), max_memory)
+
+
+@functools.wraps(infer_device_map.get_balanced_memory)
+def get_balanced_memory(model: nn.Module, max_memory: Any = None, *args: Any, **kwargs: Any) -> dict[Any, float]:
+    """Like Paceline's function of this name, but without a limit for the disk if none is given."""
+    return _without_disk(infer_device_map.get_balanced_memory(model, max_memory, *args, **kwargs), max_memory)
+
+
+def _without_disk(limits: dict[Any, float], given: Mapping[Any, Any] | None) -> dict[Any, float]:
+    return {device: limit for device, limit in limits.items() if device != "disk" or "disk" in (given or ())}
+
+
+@functools.wraps(infer_device_map.infer_auto_device_map)
+def infer_auto_device_map(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
+    """Like Paceline's function of this name, but return an OrderedDict."""
+    return OrderedDict(infer_device_map.infer_auto_device_map(*args, **kwargs))
+
+
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the size in bytes of a model and of its largest part, with the names of all parts of that size."""
     sizes = Sizes(model)
-    parts = [(sizes.of(part), name) for name, part in smallest_parts(model) if isinstance(part, nn.Module)]
+    parts = [
+        (sizes.of(part), name) for name, part in infer_device_map.smallest_parts(model) if isinstance(part, nn.Module)
+    ]
     largest = max((size for size, _ in parts), default=0)
     return sizes.of(model), (largest, [name for size, name in parts if size == largest])
 
@@ -97,7 +149,7 @@ def get_max_layer_size(
     for prefix, module in modules:
         inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
         whole = [name for name in no_split_module_classes if name in inside]
-        parts = smallest_parts(module, whole) if isinstance(module, nn.Module) else [("", module)]
+        parts = infer_device_map.smallest_parts(module, whole) if isinstance(module, nn.Module) else [("", module)]
         names = [".".join(filter(None, (prefix, name))) for name, _ in parts]
         found += [(module_sizes[name], name) for name in names]
     largest = max((size for size, _ in found), default=0)
@@ -175,7 +227,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
     """Load offloaded values from a folder into a model."""
     for name in index or ():
         value = OffloadedWeightsLoader(save_folder=offload_folder, index=index)[name]
-        set_module_tensor_to_device(model, name, "cpu", value)
+        _set_tensor(model, name, "cpu", value)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
@@ -246,12 +298,22 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
 
 
 def attach_execution_device_hook(
-    module: nn.Module, execution_device: Any, skip_keys: Any = None, preload_module_classes: Any = None, **more: Any
+    module: nn.Module,
+    execution_device: Any,
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: Any = None,
 ) -> None:
-    """Make each module that has its own tensors move its inputs to a device."""
-    for part in module.modules():
-        if not hasattr(part, "_hf_hook") and any(True for _ in named_tensors(part, recurse=False)):
-            add_hook_to_module(part, AlignDevicesHook(execution_device, skip_keys=skip_keys))
+    """Make each module that has its own tensors move its inputs to a device.
+
+    The modules inside a module of ``preload_module_classes`` leave that to it. ``tied_params_map`` has no effect.
+    """
+    _tell_ties("attach_execution_device_hook", tied_params_map)
+    whole = type(module).__name__ in (preload_module_classes or ())
+    if not hasattr(module, "_hf_hook") and any(True for _ in named_tensors(module, recurse=whole)):
+        add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys))
+    for child in () if whole else module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes)
 
 
 def attach_align_device_hook(
@@ -267,10 +329,11 @@ def attach_align_device_hook(
 ) -> None:
     """Make a module move its inputs to the execution device, and its parts load their weights there when they run.
 
-    ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` is ignored.
+    ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` has no effect.
     """
+    _tell_ties("attach_align_device_hook", tied_params_map)
     if not offload:
-        attach_execution_device_hook(module, execution_device, skip_keys)
+        attach_execution_device_hook(module, execution_device, skip_keys, preload_module_classes)
         return
     values = None
     if weights_map is not None:
@@ -300,6 +363,7 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: Any = None,
 ) -> None:
     """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be given per block, by name."""
+    _tell_ties("attach_align_device_hook_on_blocks", tied_params_map)
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}
     for name, device in execution_device.items():

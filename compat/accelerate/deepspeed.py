@@ -5,11 +5,14 @@ Paceline creates both as torch objects and leaves the rest of the file to its De
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from ... import messages
 from ...accelerator import plugins
@@ -69,25 +72,83 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule."""
 
     @property
-    def sections(self) -> dict[str, Any]:
-        """The sections that define the optimizer and the schedule, without ``"auto"`` values."""
-        return {name: without_auto(value) for name, value in self._file.items() if name in _SECTIONS}
-
-    @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration without its ``"auto"`` values."""
-        return read_config({name: value for name, value in self._file.items() if name not in _SECTIONS}) | self.sections
+        """The configuration, in which :meth:`fill` replaces ``"auto"`` values."""
+        return vars(self).setdefault("_config", self._initial())
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments for DeepSpeedStrategy, which gets neither the optimizer nor the schedule."""
-        found = super().options()
-        if "config" in found:
-            found["config"] = {name: value for name, value in found["config"].items() if name not in _SECTIONS}
-        return found
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        vars(self)["_config"] = config
+
+    def _initial(self) -> dict[str, Any]:
+        if self.hf_ds_config is not None:
+            return copy.deepcopy(self._file)
+        devices = {"offload_optimizer": self.offload_optimizer_device, "offload_param": self.offload_param_device}
+        found: dict[str, Any] = dict.fromkeys(
+            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+        )
+        found["zero_optimization"] = {"stage": 2 if self.zero_stage is None else self.zero_stage}
+        found["zero_optimization"] |= {name: {"device": device or "none"} for name, device in devices.items()}
+        return found if self.gradient_clipping is None else {**found, "gradient_clipping": self.gradient_clipping}
+
+    def read(self) -> dict[str, Any]:
+        """Return the configuration without its ``"auto"`` values and without the optimizer and the schedule."""
+        return read_config({name: value for name, value in self._file.items() if name not in _SECTIONS})
+
+    def decided(self, name: str) -> Any:
+        """Return a value like Paceline's plugin, and 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
+        found = super().decided(name)
+        return 1.0 if found is None and name == "gradient_clipping" and self._file.get(name) == "auto" else found
+
+    def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
+        """Replace the ``"auto"`` values that follow from what is prepared.
+
+        Args:
+            objects: the loaders, DummyOptim and DummyScheduler.
+            steps: number of micro-batches in a window.
+            world: number of processes.
+            split: whether processes share batches.
+        """
+        loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
+        sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
+        self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": self.decided("gradient_clipping")})
+        if sizes:
+            self._replace({"train_micro_batch_size_per_gpu": (min if self.is_train_batch_min else max)(sizes)})
+        micro = self.deepspeed_config.get("train_micro_batch_size_per_gpu")
+        if isinstance(micro, int):
+            self._replace({"train_batch_size": micro * steps * world})
+        for one in objects:
+            if isinstance(one, DummyOptim):
+                self._replace({"optimizer.params.lr": one.lr, "optimizer.params.weight_decay": one.weight_decay})
+            if isinstance(one, DummyScheduler):
+                self._replace(
+                    {f"scheduler.params.{name}": value for name, value in _lengths(one, world, split).items()}
+                )
+
+    def _replace(self, values: Mapping[str, Any]) -> None:
+        """Replace ``"auto"`` values, by dotted names."""
+        for name, value in values.items():
+            *sections, last = name.split(".")
+            place: Any = self.deepspeed_config
+            for section in sections:
+                place = place.get(section) or {}
+            if place.get(last) == "auto" and value is not None:
+                place[last] = value
 
     @property
     def _file(self) -> dict[str, Any]:
         return read_dict(getattr(self.hf_ds_config, "config", self.hf_ds_config))
+
+
+def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
+    """Return the values of a schedule in a DeepSpeed file. Scripts count its steps before loaders are divided."""
+    own, total = schedule.optimizer, schedule.total_num_steps
+    return {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": own.lr if isinstance(own, DummyOptim) else own.defaults["lr"],
+        "warmup_num_steps": max(1, schedule.warmup_num_steps),
+        "total_num_steps": total if split or total is None else math.ceil(total / world),
+    }
 
 
 class HfDeepSpeedConfig:
@@ -152,12 +213,12 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 
 
 def created(objects: tuple[Any, ...], plugin: Any) -> list[Any]:
-    """Replace each DummyOptim and DummyScheduler with the torch object that the DeepSpeed configuration defines.
+    """Replace each DummyOptim and DummyScheduler with the torch object that the filled configuration defines.
 
     Raises:
         ValueError: the configuration and the script both define the optimizer or the schedule, or neither does.
     """
-    config = plugin.sections if isinstance(plugin, DeepSpeedPlugin) else {}
+    config = without_auto(plugin.deepspeed_config) if isinstance(plugin, DeepSpeedPlugin) else {}
     optimizers = {id(one): _optimizer(one, config) for one in objects if isinstance(one, DummyOptim)}
     _refuse_both("optimizer", objects, torch.optim.Optimizer, bool(optimizers), config)
     found = [optimizers.get(id(one), one) for one in objects]
@@ -195,8 +256,7 @@ def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Opti
     if kind.lower() not in kinds:
         raise ValueError(messages.unknown("optimizer in the DeepSpeed configuration", kind, kinds))
     params = {name: value for name, value in params.items() if name not in _OWN_OPTIONS}
-    params = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **params}
-    return kinds[kind.lower()](list(dummy.params), **params)
+    return kinds[kind.lower()](list(dummy.params), **{"weight_decay": 0.0, **params})
 
 
 def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any]) -> Any:
@@ -214,10 +274,9 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
         raise ValueError(
             messages.unknown("scheduler in the DeepSpeed configuration", kind, schedules.VALID_LR_SCHEDULES)
         )
-    if kind.startswith("Warmup"):
-        params = {"warmup_num_steps": dummy.warmup_num_steps, **params}
-        if kind in ("WarmupLR", "WarmupDecayLR"):
-            params = {"warmup_max_lr": optimizer.param_groups[0]["lr"], **params}
-        if kind in ("WarmupDecayLR", "WarmupCosineLR"):
-            params = {"total_num_steps": dummy.total_num_steps, **params}
+    if kind in ("WarmupDecayLR", "WarmupCosineLR") and "total_num_steps" not in params:
+        raise ValueError(
+            f"{kind} in the DeepSpeed configuration has no length. Pass DummyScheduler(total_num_steps=...), and set "
+            "'total_num_steps' to \"auto\" in the configuration."
+        )
     return getattr(schedules, kind)(optimizer, **params)

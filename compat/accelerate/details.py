@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -167,8 +168,8 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 SharedDict = dict
 
 
-class ThreadLocalSharedDict:
-    """A descriptor for a dict that all objects of a class share."""
+class ThreadLocalSharedDict(threading.local):
+    """A descriptor for a dict that all objects of a class share, with one dict per thread."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[str, Any] = {}

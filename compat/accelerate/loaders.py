@@ -42,6 +42,11 @@ class DataLoaderShard(PreparedLoader):
         **options: Any,
     ) -> None:
         sampler, options["seed"] = sampler_of(loader), None
+        messages.ignored(
+            "DataLoaderConfiguration",
+            "use_seedable_sampler is False, so that torch's global generator decides the order",
+            data_seed=None if config.use_seedable_sampler else config.data_seed,
+        )
         central = dispatches(loader, config, device_placement)
         if central:
             loader = replaced(loader, generator=None)
@@ -88,6 +93,23 @@ class DataLoaderShard(PreparedLoader):
             self._sampler.generator.manual_seed(self.seed + epoch)
         announce_epoch(self._order, epoch)
         return None
+
+    def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
+        self._tell_order()
+        return super()._begin_again(position)
+
+    def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
+        self._tell_order()
+        return super()._continue(position)
+
+    def _tell_order(self) -> None:
+        """After a state is loaded that was saved inside a pass, say where the order is not Accelerate's."""
+        if isinstance(self._sampler, RandomSampler) and (self.seed is None or not self._first):
+            _tell(
+                "The pass in which the loaded state was saved continues in its own order, so that each sample comes "
+                "once. With Accelerate, the rest of the pass comes from another order.",
+                key="the order of an interrupted pass",
+            )
 
     def _looks_ahead(self) -> bool:
         return True

@@ -71,15 +71,15 @@ _PLACES = {
         "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
         "save_offload_index"
     ),
-    "big_model.infer_device_map": "get_balanced_memory get_max_memory infer_auto_device_map",
     "big_model.module_sizes": "compute_module_sizes find_tied_parameters",
     "memory.out_of_memory_retry": "clear_device_cache release_memory",
     "compat.accelerate.big_model": (
         "align_module_device attach_align_device_hook attach_align_device_hook_on_blocks "
         "attach_execution_device_hook calculate_maximum_sizes check_tied_parameters_in_config "
         "check_tied_parameters_on_same_device clean_device_map compute_module_total_buffer_size "
-        "extract_submodules_state_dict get_max_layer_size get_module_size_with_ties get_non_persistent_buffers "
-        "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params id_tensor_storage "
+        "extract_submodules_state_dict get_balanced_memory get_max_layer_size get_max_memory "
+        "get_module_size_with_ties get_non_persistent_buffers get_state_dict_from_offload "
+        "get_state_dict_offloaded_model has_offloaded_params id_tensor_storage infer_auto_device_map "
         "load_offloaded_weights load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
     ),
     "compat.accelerate.deepspeed": (

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ... import messages
 from ...accelerator.process_state import AcceleratorState, PartialState
 from ...devices.kinds import CUDA_KIND, present
 from . import probes
+from .details import get_free_port as get_torch_dist_unique_port  # noqa: F401 - two names of one function
 from .environment import is_torch_version, parse_flag_from_env
 from .gradient_state import GradientState
 from .processes import gather
@@ -201,23 +202,25 @@ def run_command(command: list[Any], return_stdout: bool = False, env: dict[str, 
 def execute_subprocess_async(
     cmd: list[Any], env: Any = None, stdin: Any = None, timeout: float = 180, quiet: bool = False, echo: bool = True
 ) -> SimpleNamespace:
-    """Run a command and return its status and its lines of output; raises RuntimeError if it fails."""
+    """Run a command and return its status and its lines of output; raises RuntimeError if it fails.
+
+    Prints the command first with ``echo``, and its output afterwards unless ``quiet`` is set.
+    """
     words = [str(word) for word in cmd]
+    if echo:
+        messages.answer(f"\nRunning:  {' '.join(words)}")
     done = subprocess.run(
         words, env=env or dict(os.environ), stdin=stdin, timeout=timeout, capture_output=True, text=True
     )
+    for line in () if quiet else done.stdout.splitlines():
+        messages.answer(f"stdout: {line}")
+    for line in () if quiet else done.stderr.splitlines():
+        messages.error(f"stderr: {line}")
     if done.returncode:
         raise RuntimeError(
             f"'{' '.join(words)}' failed with returncode {done.returncode}. Its output:\n{done.stdout}{done.stderr}"
         )
     return SimpleNamespace(returncode=0, stdout=done.stdout.splitlines(), stderr=done.stderr.splitlines())
-
-
-def get_torch_dist_unique_port() -> int:
-    """Return a port that nothing on this machine listens on."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def pytest_xdist_worker_id() -> int:

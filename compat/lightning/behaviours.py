@@ -19,7 +19,7 @@ from ...torch_private import APPLY
 from ...trainer.module_hooks import ModuleHooks
 from .exceptions import SIGTERMException, exiting, translated
 from .testing import complete_mocks, is_logger
-from .texts import advising_evaluation, advising_train, datamodule_text, speak_again
+from .texts import advising_evaluation, advising_train, datamodule_text, hparams_text, print_results, speak_again
 
 #: Paceline's modules, their classes, and the methods whose errors programs catch as Lightning's.
 _RAISING = {
@@ -66,6 +66,7 @@ def install(version: str) -> None:
     from ...trainer import hooks as trainer_hooks
     from . import hooks, plugins, views
 
+    start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
     for user in users:
         user.order = functools.partial(_ordered, user.order)
@@ -93,16 +94,21 @@ def install(version: str) -> None:
 
 
 def _change_loggers() -> None:
-    from ...loggers import tensorboard
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
+    from .csv_files import deleting_old_files, noting_old_files
 
     for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     ExperimentWriter.first_columns = ("step",)
-    tensorboard.WRITER_OPTIONS = (*tensorboard.WRITER_OPTIONS, "comment")  # it has no effect
+    _replace(
+        {
+            (CSVLogger, "__init__"): noting_old_files(CSVLogger.__init__),
+            (CSVLogger, "_open"): deleting_old_files(CSVLogger._open),
+        }
+    )
     save = TensorBoardLogger.save
 
     def save_run(logger: TensorBoardLogger) -> None:
@@ -121,7 +127,13 @@ def _change_callbacks() -> None:
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
     from ...callbacks.weight_averaging import EMAWeightAveraging
-    from .callbacks import raising_runtime_error, refusing_uncalled, stats_hooks, warning_without_validation
+    from .callbacks import (
+        raising_runtime_error,
+        refusing_uncalled,
+        stats_hooks,
+        warning_without_validation,
+        with_absolute_paths,
+    )
 
     tests: Any = import_module("paceline.tuner.lr_range_test")
     range_test, curve = tests.RangeTest, tests.LossCurve
@@ -150,6 +162,7 @@ def _change_callbacks() -> None:
     _replace(
         {
             (CheckpointKeeper, "_take_in"): rank,
+            (CheckpointKeeper, "state_dict"): with_absolute_paths(CheckpointKeeper.state_dict),
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
             (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
@@ -199,9 +212,10 @@ def _warn_of_keys(monitor: Any, stats: dict[str, float], device: torch.device) -
 
 
 def _replace_methods() -> None:
+    from ...checkpoint.hyperparameters import AttributeDict
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks, loop
+    from ...trainer import arguments, default_callbacks, loop, trainer
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
@@ -214,6 +228,7 @@ def _replace_methods() -> None:
 
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
+    send: Any = Trainer._send
     around: Any = Profiler.around
 
     def place(trainer: Trainer, *args: Any) -> None:
@@ -221,6 +236,7 @@ def _replace_methods() -> None:
         plugins.remember(trainer)
 
     replacements: dict[tuple[type, str], Any] = {
+        (AttributeDict, "__repr__"): hparams_text,
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
@@ -236,14 +252,17 @@ def _replace_methods() -> None:
         (ModuleHooks, "on_validation_model_zero_grad"): lambda module: module.zero_grad(),
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
-        (RunState, "x_axis"): lambda state, updates: max(updates - 1, 0) if state.fn == "fit" else updates,
-        **{(kind, "__call__"): _never_none(kind.__call__) for kind in (ClosureStep, FreeStep, ManualStep)},
+        (RunState, "x_axis"): _x_axis,
+        **{(kind, "__call__"): _never_none(kind.__call__) for kind in (ClosureStep, FreeStep)},
+        (ManualStep, "__call__"): _counting_batches(_never_none(ManualStep.__call__)),
         (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
+        (Trainer, "_send"): _then_saving(send),
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
+    trainer.show_results = print_results
     loop.choose_step = _clearing_first(loop.choose_step)
     arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
@@ -341,7 +360,6 @@ def _convert_floats(module: torch.nn.Module, wanted: torch.dtype) -> torch.nn.Mo
 
 
 def _change_tuner() -> None:
-    tuner: Any = import_module("paceline.tuner.tuner").Tuner
     trials: Any = import_module("paceline.tuner.batch_size").Trials
     check_size = trials.check_size
 
@@ -351,22 +369,7 @@ def _change_tuner() -> None:
         except RuntimeError as error:
             messages.warn_once(str(error))
 
-    def staying_attached(search: Callable[..., Any]) -> Callable[..., Any]:
-        def run(one: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            found = search(one, model, *args, **kwargs)
-            if model.logger is None:
-                model.trainer = one.trainer
-            return found
-
-        return run
-
-    _replace(
-        {
-            (trials, "check_size"): check,
-            (tuner, "lr_find"): staying_attached(tuner.lr_find),
-            (tuner, "scale_batch_size"): staying_attached(tuner.scale_batch_size),
-        }
-    )
+    _replace({(trials, "check_size"): check})
 
 
 def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -389,6 +392,39 @@ def _never_none(step: Callable[..., Any]) -> Callable[..., Any]:
         return {} if output is None and batch is not None else output
 
     return call
+
+
+def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a step of manual optimization to let the loggers count its batches, whether an optimizer stepped or not."""
+
+    def call(one: Any, batch: Any, batch_idx: int) -> Any:
+        output = step(one, batch, batch_idx)
+        if not one.state.stepped:
+            one.state.stepped = True
+            one.state.updates += 1
+        return output
+
+    return call
+
+
+def _then_saving(log: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a function that logs to call ``save`` of the program's own loggers afterwards, on rank 0."""
+
+    def call(owner: Any, *args: Any) -> None:
+        log(owner, *args)
+        trainer = getattr(owner, "trainer", owner)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            save = getattr(type(logger), "save", None)
+            if save is None or not save.__module__.startswith("paceline."):
+                logger.save()
+
+    return call
+
+
+def _x_axis(state: Any, updates: int) -> int:
+    """Return the index of the latest update in a fit; in a validation between two updates, that of the next one."""
+    between = state.window and state.stage != "train"
+    return updates if between or state.fn != "fit" else max(updates - 1, 0)
 
 
 def _clearing_first(choose_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,6 +45,18 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
     return create
 
 
+def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Wrap ModelCheckpoint's ``state_dict`` to hold absolute paths, and the folder that they are in."""
+
+    def collect(callback: Any) -> dict[str, Any]:
+        state = state_dict(callback) | {"dirpath": callback.dirpath}
+        names = ("best_model_path", "kth_best_model_path", "last_model_path", "best_k_models")
+        state |= {name: getattr(callback, name) for name in names}
+        return state | {"saved_path": callback._saved_path, "leftovers": list(callback._leftovers)}
+
+    return collect
+
+
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric.
 

@@ -123,3 +123,26 @@ def _sizes(datamodule: DataModule, hook: str) -> str:
 def _size(loader: Any) -> str:
     length = length_of(getattr(loader, "dataset", None))
     return f"size={'NA' if length is None else length}"
+
+
+def hparams_text(hparams: dict[str, Any]) -> str:
+    """Return the hyperparameters as Lightning prints them: sorted, with quoted names."""
+    width = max((len(str(name)) for name in hparams), default=0) + 3
+    return "\n".join(f'"{name}":'.ljust(width) + f" {hparams[name]}" for name in sorted(hparams))
+
+
+def print_results(results: list[dict[str, float]], fn: str) -> None:
+    """Print the values of ``validate`` or ``test`` with all digits, sorted by name, and a column for each loader."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = [{name.split("/dataloader_idx_")[0]: value for name, value in one.items()} for one in results]
+    names = sorted({name for one in columns for name in one})
+    if not names:
+        return
+    table = Table()
+    for heading in (f"{fn.capitalize()} metric", *(f"DataLoader {idx}" for idx in range(len(columns)))):
+        table.add_column(heading, justify="center", min_width=25)
+    for name in names:
+        table.add_row(name, *(str(one.get(name, " ")) for one in columns))
+    Console(soft_wrap=True).print(table)

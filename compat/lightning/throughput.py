@@ -46,6 +46,11 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._evaluated = 0
+        if not hasattr(pl_module, "flops_per_batch"):
+            messages.warn_once(
+                "When using the `ThroughputMonitor`, you need to define a `flops_per_batch` attribute or property in "
+                f"{type(pl_module).__name__} to compute the FLOPs."
+            )
         super().on_train_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

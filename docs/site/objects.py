@@ -246,8 +246,8 @@ def text(page: Page) -> str:
     done = set()
     every = [name for names in page.sections.values() for name in names]
     if len(every) > 3:
-        rows = [(f":py:obj:`{last(name)} <{home()[name]}>`", first_line(find(name))) for name in dict.fromkeys(every)]
-        made += table(("name", ""), rows, "35 65")
+        homes = dict.fromkeys(home()[name] for name in every)
+        made += table(("name", ""), [(f":py:obj:`{last(name)} <{name}>`", first_line(find(name))) for name in homes])
     for title, names in page.sections.items():
         left = [name for name in names if name not in done]
         made += heading(title, "-") if title and left else ""
@@ -295,4 +295,6 @@ INHERITS = {
     "paceline.DataModule": "object",
     "paceline.Accelerator": "object",
     "paceline.PartialState": "object",
+    "paceline.strategies.Strategy": "object",
+    "paceline.compat.lightning.fabric.Fabric": "object",
 }

@@ -19,8 +19,8 @@ def indented(text: str, *head: str) -> str:
     return "\n".join(head) + "\n\n" + textwrap.indent(text.rstrip(), "   ") + "\n\n"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], widths: str = "auto") -> str:
-    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
     for row in (header, *rows):
         for place, cell in enumerate(row):
             lines.append(f"   {'  ' if place else '* '}- {' '.join(cell.split())}".rstrip())

@@ -29,7 +29,7 @@ def write_pages(app: Sphinx, config: Any) -> None:
         for path in set(linked(root, origin, text)) - seen:
             seen.add(path)
             waiting.append(path)
-        if not origin.startswith("docs/") and origin != "CHANGELOG.md":
+        if not origin.startswith("docs/"):
             made = f"---\norphan: true\n---\n\n{led(root, origin, text)}" if text else listing(root, origin)
             write(docs / place(origin), made)
 
@@ -51,8 +51,6 @@ def place(path: str) -> str:
     """Where the site has the page of a file: its path below docs/."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if path == "CHANGELOG.md":
-        return "changelog.md"
     return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.rst"
 
 
@@ -69,7 +67,7 @@ def led(root: Path, origin: str, text: str) -> str:
 
 def listing(root: Path, path: str) -> str:
     """A page that shows a file, or the files of a folder."""
-    text = ":orphan:\n\n" + heading(path, "=")
+    text = ":orphan:\n:nosearch:\n\n" + heading(path, "=")
     up = "../" * (len(Path(path).parts) + 1)
     whole = root / path
     for file in [whole] if whole.is_file() else sorted(one for one in whole.iterdir() if one.suffix in LANGUAGES):

@@ -75,7 +75,11 @@ class DeepSpeedSettings:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration without its ``"auto"`` values, read from a file if ``hf_ds_config`` is a path."""
+        """The configuration without its ``"auto"`` values."""
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """Return the configuration without its ``"auto"`` values, from a file if ``hf_ds_config`` is a path."""
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
@@ -84,7 +88,7 @@ class DeepSpeedSettings:
         Raises:
             ValueError: the configuration and the field differ.
         """
-        field, config = getattr(self, name), self.deepspeed_config.get(name)
+        field, config = getattr(self, name), self.read().get(name)
         if None not in (field, config) and field != config:
             raise ValueError(
                 f"{type(self).__name__}({name}={field!r}) contradicts the DeepSpeed configuration, which has "
@@ -113,7 +117,7 @@ class DeepSpeedSettings:
         ):
             messages.ignored(type(self).__name__, why, default, **{field: getattr(self, field)})
         ours = ("gradient_accumulation_steps", "gradient_clipping")  # the Accelerator does both itself
-        config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
+        config = {name: value for name, value in self.read().items() if name not in ours}
         found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
         if self.zero_stage is not None:
             found["stage"] = int(self.zero_stage)

@@ -194,6 +194,23 @@ class FSDPSettings:
             "current one runs, and gathers full state dicts on rank 0's CPU",
             **{name: getattr(self, name) for name, is_asked in asked.items() if is_asked},
         )
+        self._say_wrapping()
+
+    def _say_wrapping(self) -> None:
+        """Report fields that the way of wrapping does not use."""
+        classes, least = "transformer_cls_names_to_wrap", "min_num_params"
+        unused = {classes: self._class_names() or None, least: self.min_num_params or None}
+        policy, decides = self.auto_wrap_policy, "auto_wrap_policy"
+        if policy is None:
+            decides, used = classes, classes if unused[classes] else least
+        elif isinstance(policy, str):
+            word = _word("auto_wrap_policy", policy, WRAPPING)
+            decides = f"auto_wrap_policy={policy!r}"
+            used = {"TRANSFORMER_BASED_WRAP": classes, "SIZE_BASED_WRAP": least}.get(word, "")
+        else:
+            used = ""
+        unused.pop(used, None)
+        messages.ignored(type(self).__name__, f"{decides} decides which modules are sharded as one unit", **unused)
 
 
 def _is_truth(value: Any) -> bool:

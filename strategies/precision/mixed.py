@@ -36,7 +36,8 @@ class MixedPrecision(Precision):
             strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
         autocast: if False, the forward pass computes in the dtype of the weights and inputs.
-        cache: whether a weight is converted once per forward pass instead of at each use; torch's default if None.
+        cache: whether a weight is converted once per forward pass instead of at each use. If None, torch's default, but
+            False with a strategy that shards the weights: the cache would hold those of the whole model.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        kind = self.device or "cpu"
-        return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
+        kind, cache = self.device or "cpu", self.cache
+        if cache is None and self.shards:
+            cache = False  # it would hold the whole model in 16 bits
+        return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=cache)
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         context = self.forward_context()

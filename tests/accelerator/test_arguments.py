@@ -12,6 +12,8 @@ import pytest
 import torch
 from own_loop import network
 from rank_processes import ranks
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator, PartialState
@@ -32,7 +34,10 @@ from paceline.accelerator.plugins import (
     TorchDynamoPlugin,
 )
 from paceline.accelerator.process_state import AcceleratorState, forgotten
-from paceline.compat.accelerate import deepspeed, environment, loader_classes, processes
+from paceline.big_model.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from paceline.compat.accelerate import accelerator as compat
+from paceline.compat.accelerate import big_model, deepspeed, environment, loader_classes, processes
+from paceline.strategies.base import Strategy
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +84,22 @@ def _trackers(**given: Any) -> None:
     accelerator.init_trackers("project", **given)
 
 
+def _weights(load: Callable[..., Any], **given: Any) -> None:
+    torch.save(network().state_dict(), "weights.bin")
+    load(network(), "weights.bin", **given)
+
+
+def _order(**given: Any) -> None:
+    loader_classes.prepared(DataLoader([1], shuffle=True), Strategy("cpu"), DataLoaderConfiguration(**given))
+
+
+def _states(**given: Any) -> None:
+    accelerator = compat.Accelerator(cpu=True, project_config=ProjectConfiguration(**given))
+    for name in ("one", "two"):
+        accelerator.save_state(name)
+    assert Path("one").exists()
+
+
 #: What is called, the argument that has no effect as a message names it, and a word of the reason.
 IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: _accelerator().prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=_slice), "slice_fn", "its own"),
@@ -97,6 +118,7 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: _accelerator(dynamo_plugin=TorchDynamoPlugin(mode="default")), "mode='default'", "no backend"),
     (lambda: ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig()), "sp_handler=", "without DeepSpeed"),
     (lambda: ParallelismConfig(cp_handler=TorchContextParallelConfig()).options(), "cp_handler=", "cp_size is 1"),
+    (lambda: TorchContextParallelConfig("alltoall"), "cp_comm_strategy='alltoall'", "always gathered"),
     (lambda: ParallelismConfig(tp_handler=TorchTensorParallelConfig()).options(), "tp_handler=", "tp_size is 1"),
     *(
         (lambda one=one: FullyShardedDataParallelPlugin(**one).options(), next(iter(one)), "FSDP2")
@@ -112,6 +134,19 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
             {"optim_state_dict_config": {"a": 1}},
         )
     ),
+    *(
+        (lambda one=one: FullyShardedDataParallelPlugin(**one).options(), list(one)[-1], why)
+        for one, why in (
+            ({"transformer_cls_names_to_wrap": "Linear", "min_num_params": 9}, "transformer_cls_names_to_wrap decides"),
+            ({"auto_wrap_policy": "no_wrap", "min_num_params": 8}, "auto_wrap_policy='no_wrap' decides"),
+            ({"auto_wrap_policy": "transformer_based_wrap", "min_num_params": 7}, "'transformer_based_wrap' decides"),
+            ({"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["A"]}, "'size_based_wrap'"),
+            (
+                {"auto_wrap_policy": ModuleWrapPolicy([nn.Linear]), "transformer_cls_names_to_wrap": "A"},
+                "auto_wrap_policy decides",
+            ),
+        )
+    ),
     (lambda: DeepSpeedPlugin(is_train_batch_min=False).options(), "is_train_batch_min=False", "batch size"),
     (lambda: DeepSpeedPlugin(zero3_init_flag=True).options(), "zero3_init_flag=True", "when they are prepared"),
     (lambda: DeepSpeedPlugin(zero3_save_16bit_model=True).options(), "zero3_save_16bit_model=True", "saving"),
@@ -122,6 +157,16 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: processes.prepare_data_loader(DataLoader([1]), torch_device_mesh="mesh"), "torch_device_mesh", "run"),
     (lambda: processes.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=_slice), "slice_fn", "its own"),
     (lambda: processes.prepare_data_loader(DataLoader([1]), "meta", put_on_device=True), "device='meta'", "cpu"),
+    (
+        lambda: _weights(load_checkpoint_in_model, full_state_dict=False),
+        "in_model(full_state_dict=False",
+        "each process",
+    ),
+    (lambda: _weights(load_checkpoint_and_dispatch, broadcast_from_rank0=True), "from_rank0=True", "each process"),
+    (lambda: _weights(load_checkpoint_and_dispatch, offload_state_dict=True), "offload_state_dict", "one chunk"),
+    (lambda: big_model.attach_execution_device_hook(network(), "cpu", tied_params_map={1: {}}), "{1: {}}", "memory"),
+    (lambda: _order(data_seed=7), "data_seed=7", "use_seedable_sampler is False"),
+    (lambda: _states(total_limit=1), "total_limit=1", "the script names"),
 ]
 
 

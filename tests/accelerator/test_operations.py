@@ -136,32 +136,32 @@ def test_samples_without_tensors_come_back_once_each(shape: Any, collate: Any) -
     assert ranks(2, evaluate) == [True, True]
 
 
-def test_u5_what_was_reduced_before_comes_back_whole_with_one_warning() -> None:
+def test_u5_what_was_reduced_before_comes_back_whole_with_one_warning_and_numbers_once() -> None:
     def evaluate() -> Any:
         import warnings
 
         strategy = joined()
         loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(9.0)), 4), strategy)
-        means, histograms, rows = [], [], []
+        means, counts, histograms, rows = [], [], [], []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for (x,) in loader:
                 means.append(gather_for_metrics(x.mean(), strategy, loader))
+                counts.append(gather_for_metrics({"n": torch.tensor(len(x))}, strategy, loader)["n"].sum().item())
                 histograms.append(gather_for_metrics(torch.histc(x, 5, 0, 9), strategy, loader))
                 rows.append(gather_for_metrics(x, strategy, loader))
         said = [str(entry.message) for entry in caught if issubclass(entry.category, messages.PacelineWarning)]
-        return [len(m) for m in means], [len(h) for h in histograms], torch.cat(rows).tolist(), said
+        return torch.cat(means).tolist(), counts, [len(h) for h in histograms], torch.cat(rows).tolist(), said
 
     first, second = ranks(2, evaluate)
-    for means, histograms, rows, _ in (first, second):
-        assert means == [2, 2]
+    for means, counts, histograms, rows, _ in (first, second):
+        assert means == [1.5, 5.5, 8.0]
+        assert counts == [8, 1]
         assert histograms == [10, 10]
         assert rows == list(range(9))
-    assert len(first[3]) == 2
-    assert "for batches of 1 samples" in first[3][0]
-    assert "'a tensor of shape ()'" in first[3][0]
-    assert "'a tensor of shape (5,)'" in first[3][1]
-    assert second[3] == []
+    (said,) = first[4]
+    assert "got 'a tensor of shape (5,)' for batches of 1 samples" in said
+    assert second[4] == []
 
 
 def test_h3_metrics_of_torchmetrics_work_on_what_is_gathered() -> None:
@@ -362,6 +362,14 @@ def test_send_to_device_leaves_what_is_to_stay() -> None:
     assert found["keep"].device.type == found["deep"][0]["keep"].device.type == "cpu"
     assert found["n"] == 3
     assert nested_tensors.send_to_device(data, "meta")["keep"].device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_pinned_memory_may_change_once_it_has_been_sent() -> None:
+    pinned = torch.ones(2**26).pin_memory()
+    found = nested_tensors.send_to_device([pinned], "cuda")[0]
+    pinned.zero_()
+    assert bool((found == 1).all())
 
 
 def test_outputs_become_float32() -> None:

@@ -424,19 +424,35 @@ def test_a_monitor_that_is_never_logged_is_an_error_as_soon_as_that_is_certain(
 # ---- last ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
-def test_last_is_a_whole_file_of_its_own(tmp_path: Path, save_last: Any, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = by_score(tmp_path, save_last=save_last)
+def test_last_is_a_whole_file_of_its_own(tmp_path: Path) -> None:
+    checkpoint = by_score(tmp_path, save_last=True)
     fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 3.0))
     last = tmp_path / "last.ckpt"
     assert checkpoint.last_model_path == str(last)
     assert not last.is_symlink()
     assert last.stat().st_nlink == 1
-    assert ("full copy" in caplog.text) == (save_last == "link")
     os.remove(checkpoint.best_model_path)
     assert load(last)["global_step"] == 12
     trainer = fit(tmp_path, module=Scored(1.0, 2.0, 3.0, 4.0), resume=last, epochs=4)
     assert trainer.global_step == 16
+
+
+def test_last_as_a_link_shows_the_ranked_file_of_the_newest_step_or_is_a_whole_file(tmp_path: Path) -> None:
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    checkpoint = by_score(first, save_last="link")
+    fit(tmp_path, checkpoint, module=Scored(3.0, 2.0, 1.0))
+    assert checkpoint.last_model_path == str(first / "last.ckpt")
+    assert os.readlink(first / "last.ckpt") == os.path.basename(checkpoint.best_model_path)
+    kept = names(first)
+    shutil.move(first, moved)
+    last = moved / "last.ckpt"
+    assert load(last)["global_step"] == 12
+    trainer = fit(tmp_path, by_score(moved, save_last="link"), module=Scored(3, 2, 1, 4.0), resume="last", epochs=4)
+    assert trainer.global_step == load(last)["global_step"] == 16
+    assert names(moved) == kept
+    assert not last.is_symlink()
+    with pytest.raises(ValueError, match=r"save_last='link'\) is only supported for local file paths"):
+        fit(tmp_path, ModelCheckpoint("memory://folder", save_last="link"), module=Scored(1.0), epochs=1)
 
 
 def test_last_holds_the_step_at_which_the_training_ended(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_totals_are_the_trainers_and_follow_the_loader_under_way() -> None:
     trainer_with(Totals(), num_sanity_val_steps=1).fit(Shown(), tiny_loader(5), [tiny_loader(1), tiny_loader(2)])
     sanity, validation = [(True, 1), (True, 1)], [(True, 1), (True, 2), (False, 2)]
     assert seen == {"train": 5, "val": 3, "current": [*sanity, *validation]}
+    trainer_with(Totals(), check_val_every_n_epoch=2, max_epochs=2).fit(Shown(), tiny_loader(5), tiny_loader(1))
+    assert seen["val"] == 0
 
 
 def test_the_total_of_the_sanity_check_is_its_number_of_steps() -> None:

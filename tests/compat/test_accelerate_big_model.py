@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,23 @@ def test_the_largest_parts_are_named() -> None:
     assert compat.get_max_layer_size(list(net.named_children()), sizes, ["Block"]) == blocks
     assert compat.calculate_maximum_sizes(net) == (sizes[""], blocks)
     assert compat.compute_module_total_buffer_size(net) == 2 * 64 * 4
+
+
+def test_limits_and_maps_have_accelerates_keys_and_class() -> None:
+    assert list(compat.get_max_memory()) == ["cpu"]
+    assert list(compat.get_max_memory({0: "1GB", "cpu": 5})) == [0, "cpu"]
+    assert compat.get_max_memory({"cpu": 5, "disk": 7}) == {"cpu": 5, "disk": 7}
+    assert list(compat.get_balanced_memory(Net(1), {0: 10**6, 1: 10**6})) == [0, 1]
+    assert compat.infer_auto_device_map(Net(1), {"cpu": 10**9}) == OrderedDict({"": "cpu"})
+    assert "clean_result" in inspect.signature(compat.infer_auto_device_map).parameters
+
+
+def test_modules_inside_a_preloaded_one_get_no_hook() -> None:
+    net = Net(1)
+    compat.attach_execution_device_hook(net, "cpu", preload_module_classes=["Block"])
+    assert hasattr(net.blocks[0], "_hf_hook")
+    assert not hasattr(net.blocks[0].up, "_hf_hook")
+    assert hasattr(net.head, "_hf_hook")
 
 
 def test_sizes_with_ties_count_a_tied_tensor_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline.accelerator.process_state import AcceleratorState, PartialState
 from paceline.compat.accelerate import commands, deepspeed, details, testing
@@ -83,10 +84,11 @@ def test_a_deepspeed_file_defines_the_optimizer_and_the_schedule(tmp_path: Path)
     assert plugin.options()["config"] == {"zero_optimization": {"stage": 2}}
     optimizer = deepspeed.DummyOptim(model.parameters(), lr=0.25, weight_decay=0.5)
     schedule = deepspeed.DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+    plugin.fill((schedule, model, optimizer), 1, 2, False)
     found = deepspeed.created((schedule, model, optimizer), plugin)
     assert (type(found[2]), found[1]) == (torch.optim.AdamW, model)
     assert [found[2].defaults[name] for name in ("lr", "weight_decay", "betas")] == [0.25, 0.5, (0.5, 0.9)]
-    assert (found[0].optimizer, found[0].total_num_steps, found[0].warmup_num_steps) == (found[2], 10, 2)
+    assert (found[0].optimizer, found[0].total_num_steps, found[0].warmup_num_steps) == (found[2], 5, 2)
     with pytest.raises(ValueError, match="defines the optimizer, and the script creates one too"):
         deepspeed.created((torch.optim.SGD(model.parameters(), 0.1),), plugin)
 
@@ -108,8 +110,26 @@ def test_a_schedule_may_come_from_a_function() -> None:
 def test_a_script_finds_the_optimizer_of_a_deepspeed_configuration_and_the_strategy_does_not() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.5, "eps": "auto"}}
     plugin = deepspeed.DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "optimizer": optimizer})
-    assert plugin.deepspeed_config["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
+    assert plugin.deepspeed_config["optimizer"] == optimizer
     assert "optimizer" not in plugin.options()["config"]
+
+
+def test_preparing_fills_in_the_values_of_a_deepspeed_configuration() -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    params = {"lr": "auto", "weight_decay": 0.25}
+    config = {**dict.fromkeys(names, "auto"), "zero_optimization": {"stage": 2}, "optimizer": {"params": params}}
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=config, is_train_batch_min=False)
+    loaders = [DataLoader(range(8), size) for size in (2, 4)]  # type: ignore[arg-type]
+    plugin.fill([*loaders, deepspeed.DummyOptim([], lr=0.5, weight_decay=1.0)], 3, 2, False)
+    assert [plugin.deepspeed_config[name] for name in names] == [24, 4, 3, 1.0]
+    assert plugin.deepspeed_config["optimizer"] == {"params": {"lr": 0.5, "weight_decay": 0.25}}
+    assert config["train_batch_size"] == "auto"
+    assert plugin.decided("gradient_clipping") == 1.0
+    plain = deepspeed.DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.5)
+    plain.deepspeed_config["train_micro_batch_size_per_gpu"] = 8
+    plain.fill([], 2, 2, True)
+    assert [plain.deepspeed_config[name] for name in names] == [32, 8, 2, 0.5]
+    assert plain.deepspeed_config["zero_optimization"]["stage"] == 3
 
 
 def test_a_deepspeed_configuration_is_read_by_dotted_names() -> None:
@@ -156,7 +176,7 @@ def test_test_cases_reset_states_and_empty_their_folder() -> None:
     assert not Folder.tmpdir.exists()
 
 
-def test_output_and_errors_are_captured() -> None:
+def test_output_and_errors_are_captured(capsys: pytest.CaptureFixture[str]) -> None:
     assert testing.capture_call_output(print, "a", "b") == "a b\n"
     with testing.assert_exception(ValueError, "wrong"):
         raise ValueError("all wrong")
@@ -166,7 +186,9 @@ def test_output_and_errors_are_captured() -> None:
     assert testing.run_command(["echo", 3], return_stdout=True) == "3\n"
     with pytest.raises(testing.SubprocessCallException, match="failed with status 1"):
         testing.run_command(["false"])
-    assert testing.execute_subprocess_async(["echo", "a"]).stdout == ["a"]
+    assert testing.execute_subprocess_async(["sh", "-c", "echo a; echo b >&2"]).stdout == ["a"]
+    assert testing.execute_subprocess_async(["echo", "c"], quiet=True, echo=False).stdout == ["c"]
+    assert capsys.readouterr() == ("\nRunning:  sh -c echo a; echo b >&2\nstdout: a\n", "stderr: b\n")
     assert testing.get_launch_command(num_processes=2, cpu=True)[4:6] == ["--num_processes=2", "--cpu"]
     assert testing.are_the_same_tensors(torch.ones(2))
 

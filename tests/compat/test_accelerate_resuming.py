@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from loops import Noisy, same
 from rank_processes import ranks
@@ -129,6 +130,14 @@ EACH_ONCE = Counter([*range(SAMPLES)] * EPOCHS)
 def test_each_sample_comes_once_and_the_weights_are_those_of_a_run_without_a_stop(tmp_path: Path) -> None:
     for whole in resume_each(tmp_path, [*GIVEN]):
         assert Counter(chain(*whole)) == EACH_ONCE
+
+
+def test_an_order_that_accelerate_would_draw_anew_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    for name, seedable in (("seedable", True), ("drawn", False)):
+        example(tmp_path / name, 4, use_seedable_sampler=seedable)
+        example(tmp_path / name, 4, "step_4", use_seedable_sampler=seedable)
+        assert caplog.text.count("continues in its own order") == (not seedable)
 
 
 def test_so_do_two_processes(tmp_path: Path) -> None:

@@ -457,6 +457,62 @@ assert len(found["lr"]) == 3 and [loss == loss for loss in found["loss"]] == [Tr
 trainer, net = pl.Trainer(**plain | {"logger": True}), Net()
 told = caught(lambda: pl.tuner.Tuner(trainer).scale_batch_size(net, max_trials=1))
 assert any("does not use that value" in str(one.message) for one in told) and net.logger is trainer.logger
+
+# files of earlier runs
+def rows(**more):
+    fixed = {"logger": pl.loggers.CSVLogger("again", version=0), "log_every_n_steps": 1, "limit_train_batches": 2}
+    trainer = pl.Trainer(**plain | fixed | {"enable_checkpointing": True} | more.pop("arguments", {}))
+    told = caught(lambda: trainer.fit(Net(), **more))
+    deleted = any("exists and is not empty" in str(one.message) for one in told)
+    return trainer, deleted, len(open("again/lightning_logs/version_0/metrics.csv").readlines())
+
+_, kept, lines = rows()
+trainer, deleted, more = rows()
+assert (kept, deleted, more) == (False, True, lines)
+path = trainer.checkpoint_callback.best_model_path
+state = torch.load(path, weights_only=True)["callbacks"]
+(state,) = (value for key, value in state.items() if key.startswith("ModelCheckpoint"))
+assert state["best_model_path"] == path and state["dirpath"] == os.path.dirname(path) and os.path.isabs(path), state
+trainer, deleted, more = rows(ckpt_path=path, arguments={"max_epochs": 2})
+assert not deleted and more > lines and trainer.checkpoint_callback.best_model_path != path
+
+# what is logged, and where
+class Written(pl.loggers.logger.Logger):
+    name, version = "written", 0
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+    def log_hyperparams(self, params, *args):
+        self.calls.append(params)
+    def log_metrics(self, metrics, step):
+        self.calls.append((step, *metrics))
+    def save(self):
+        self.calls.append("save")
+
+class Rarely(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum()
+        self.manual_backward(loss)
+        self.log("loss", loss)
+        if batch_idx == 1:
+            self.optimizers().step()
+
+written = Written()
+pl.Trainer(**plain | {"logger": written, "log_every_n_steps": 1}).fit(Rarely(), DataLoader(torch.ones(3, 4)))
+steps = [one for step in range(3) for one in ((step, "epoch", "loss"), "save")]
+assert written.calls[1:8] == ["save", *steps], written.calls
+class Half(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("half", 1.0)
+
+written = Written()
+more = {"logger": written, "accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+pl.Trainer(**plain | more).fit(Half(), DataLoader(torch.ones(5, 4)), data)
+assert [one[0] for one in written.calls if "half" in one] == [0, 0, 1, 1, 2], written.calls
+assert repr(type(net.hparams)(lr=1, b=2)) == '"b":  2\\n"lr": 1', net.hparams
 """
 
 

@@ -15,6 +15,7 @@ from paceline.loggers.base import Nothing, rank_zero_experiment
 
 def test_a_dummy_logger_has_every_method_with_any_arguments() -> None:
     logger: Any = DummyLogger()
+    assert logger[0] is logger
     assert logger.log_image("key", [1, 2], step=3) is None
     assert logger.log_metrics(1, two=2) is logger.log_hyperparams() is None
     logger.experiment["key"] = "value"

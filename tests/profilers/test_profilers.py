@@ -67,6 +67,7 @@ def test_the_simple_profiler_counts_every_action_of_a_run() -> None:
         "[Strategy]SingleDevice.training_step": 8,
         "[Strategy]SingleDevice.backward": 8,
         "[Strategy]SingleDevice.optimizer_step": 8,
+        "[TrainingModule]Notes.configure_optimizers": 1,
         "[TrainingModule]Notes.optimizer_zero_grad": 8,
         "[Callback]Hooked.on_train_batch_end": 8,
         "run_validation": 2,

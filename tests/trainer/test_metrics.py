@@ -587,6 +587,24 @@ def test_a_callback_that_monitors_may_log_at_the_end_of_an_epoch(quiet: dict[str
     assert read == [0.0, 1.0, 2.0]
 
 
+def test_a_metric_that_two_loaders_update_is_computed_after_each(quiet: dict[str, Any]) -> None:
+    import torchmetrics
+
+    class Module(Values):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.mean.update(batch)
+            self.log("m", self.mean)
+
+    module, loaders = Module(), [DataLoaderLike(batches(1, 1)), DataLoaderLike(batches(1, 4))]
+    for _ in range(2):
+        results = Trainer(**quiet).validate(module, loaders, verbose=False)
+        assert results == [{"m/dataloader_idx_0": 0.5}, {"m/dataloader_idx_1": pytest.approx(11 / 7)}]
+
+
 def test_transfer_hooks_leave_the_suffix_of_the_loader(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean()))
     module.on_after_batch_transfer = lambda batch, dataloader_idx: batch + dataloader_idx

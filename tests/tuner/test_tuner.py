@@ -188,9 +188,40 @@ def test_nothing_is_logged_saved_or_called(tmp_path: Path) -> None:
     Tuner(trainer).scale_batch_size(module, max_val=8)
     assert not list(tmp_path.rglob("*"))
     assert_same(dict(module.state_dict()), before)
-    assert module._trainer is None
-    assert trainer.current_run.module is None
     assert trainer.state.global_step == 0
+
+
+class SetUpData(DataModule):
+    """Has data, and a loader that reads the batch size, from ``setup`` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 8
+
+    def setup(self, stage: str) -> None:
+        self.rows = data(32)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+def test_after_a_search_the_trainer_shows_its_module_and_data() -> None:
+    module, rows = Net(), SetUpData()
+    trainer = Trainer(**QUIET)
+    Tuner(trainer).lr_find(module, datamodule=rows, num_training=12)
+    assert (trainer.datamodule, trainer.training_module, module.trainer) == (rows, module, trainer)
+    assert (trainer.train_dataloader.batch_size, trainer.num_training_batches) == (8, 4)
+    assert (trainer.max_epochs, trainer.val_dataloaders, hasattr(rows, "rows")) == (1000, None, False)
+    assert Tuner(trainer).scale_batch_size(module, datamodule=rows, max_val=4) == rows.batch_size == 4
+    assert trainer.train_dataloader.batch_size == trainer.val_dataloaders.batch_size == 4
+    given = DataLoader(data(32), 2)
+    trainer = Trainer(**QUIET)
+    Tuner(trainer).scale_batch_size(module, dataloaders=given, method="validate", max_val=4)
+    assert (trainer.val_dataloaders is given, trainer.train_dataloader, given.batch_size) == (True, None, 4)
+    assert trainer.max_epochs is None
+    assert not module.log("x", 1.0)
 
 
 class Made(Net):

@@ -272,3 +272,26 @@ def test_a_device_with_its_number_is_a_kind_of_device() -> None:
     with MixedPrecision("bf16-mixed", "cpu").autocast_context_manager():
         assert torch.is_autocast_enabled("cpu")
         assert not torch.is_autocast_cache_enabled()
+
+
+def test_weights_in_16_bits_are_not_kept_for_the_whole_step_if_they_are_sharded(quiet: dict[str, Any]) -> None:
+    class Looks(TrainingModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.keeps = torch.is_autocast_cache_enabled()
+            return self.layer(batch).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def keeps(strategy: str, precision: Any) -> bool:
+        module = Looks()
+        Trainer(**quiet, max_steps=1, devices=1, precision=precision, strategy=strategy).fit(module, batches())
+        return module.keeps
+
+    assert keeps("auto", "bf16-mixed")
+    assert not keeps("fsdp", "bf16-mixed")
+    assert keeps("fsdp", MixedPrecision("bf16-mixed", cache=True))

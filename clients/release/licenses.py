@@ -1,0 +1,153 @@
+"""Write docs/licenses.md: the license of every package that Paceline and its extras install.
+
+    .venv/bin/python clients/release/licenses.py
+
+Versions are those of requirements-dev.lock and of the locks in clients/loggers, so the page changes only when they do.
+Pip downloads the metadata of packages that are not installed here, and installs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "licenses.md"
+#: What the name of a copyleft license contains.
+COPYLEFT = re.compile(r"GPL|MPL|Mozilla|EPL|Eclipse|CDDL|EUPL|GNU")
+#: The text under which a license is also known, for those that are named in many ways.
+SHORT = {
+    "Apache Software License": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "Apache 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache-2.0 license": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache Software License 2.0": "Apache-2.0",
+    "BSD License": "BSD",
+    "MIT License": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "Python Software Foundation License": "PSF-2.0",
+    "ISC License (ISCL)": "ISC",
+}
+HEAD = """# Licenses
+
+Paceline is licensed under Apache-2.0 and contains no code of other projects. Installing it also installs other
+packages, each with a license of its own. This page lists them by extra, as their authors state them. Versions are those
+that Paceline is tested with. `python clients/release/licenses.py` writes this page.
+
+CUDA builds of torch also install NVIDIA's libraries (`nvidia-*`), which have NVIDIA's own proprietary license. With the
+CPU build, which is what is listed here, there are none.
+"""
+COPYLEFT_HEAD = """## Copyleft
+
+These licenses ask you to pass on the source of changed copies (MPL), or cover programs that are passed on together with
+the package (GPL, LGPL). Installing and importing the packages for your own use asks nothing of you. Read the licenses
+before you ship the packages with a product.
+
+| package | license | comes with |
+|---|---|---|"""
+
+
+def metadata(wanted: list[str]) -> dict[str, dict[str, Any]]:
+    """The metadata of packages, by name; ``wanted`` are requirements without extras."""
+    here = {(canonicalize_name(one.name), one.version.partition("+")[0]): one.metadata.json for one in distributions()}
+    pins = [requirement.partition("==") for requirement in wanted]
+    found = [here.get((canonicalize_name(name), version), {}) for name, _, version in pins]
+    missing = [name for name, one in zip(wanted, found, strict=True) if not one]
+    if missing:
+        options = ["--quiet", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-"]
+        command = [python_with_newest_pip(), "-m", "pip", "install", *options, *missing]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found += [one["metadata"] for one in json.loads(done.stdout)["install"]]
+    return {canonicalize_name(str(one["name"])): one for one in found if one}
+
+
+@cache
+def python_with_newest_pip() -> Path:
+    """The Python of an environment with the newest pip; older ones leave out how most packages state their license."""
+    folder = ROOT / ".release" / "pip"
+    subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", folder], check=True, capture_output=True)
+    return folder / "bin" / "python"
+
+
+def locked(path: Path) -> list[str]:
+    """The lines of a lock file that name packages."""
+    return [line for line in path.read_text().splitlines() if "==" in line]
+
+
+def named(requirement: str) -> str:
+    """The name of the package that a requirement asks for."""
+    return canonicalize_name(Requirement(requirement).name)
+
+
+def license_of(package: dict[str, Any]) -> str:
+    """The license that a package states: its expression, else its classifiers, else its text's first line."""
+    classifiers = [c.rpartition(" :: ")[2] for c in package.get("classifier", ()) if c.startswith("License :: OSI")]
+    text = (package.get("license") or "").strip().partition("\n")[0]
+    if stated := package.get("license_expression"):
+        return str(stated)
+    named = [SHORT.get(one, one) for one in classifiers] or [SHORT.get(text, text[:60])]
+    files = [f"see its file {name}" for name in package.get("license_file", ())]
+    return ", ".join(filter(None, named)) or ", ".join(files) or "not stated"
+
+
+def needed(roots: list[str], packages: dict[str, dict[str, Any]]) -> set[str]:
+    """All packages that some requirements bring, directly or through others."""
+    found: set[tuple[str, str]] = set()
+    waiting = [Requirement(root) for root in roots]
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        for extra in ("", *one.extras):
+            if (name, extra) in found or name not in packages:
+                continue
+            found.add((name, extra))
+            further = [Requirement(text) for text in packages[name].get("requires_dist", ())]
+            waiting += [r for r in further if r.marker is None or r.marker.evaluate({"extra": extra})]
+    return {name for name, _ in found}
+
+
+def table(names: set[str], packages: dict[str, dict[str, Any]]) -> str:
+    """A table of packages with their licenses."""
+    shown = [(name, packages[name]["version"].partition("+")[0], license_of(packages[name])) for name in sorted(names)]
+    rows = [f"| {name} | {version} | {stated} |" for name, version, stated in shown]
+    return "\n".join(["| package | version | license |", "|---|---|---|", *rows])
+
+
+def page() -> str:
+    """The text of docs/licenses.md."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = metadata(locked(ROOT / "requirements-dev.lock"))
+    locks = {path.stem: locked(path) for path in (ROOT / "clients" / "loggers" / "locks").glob("*.txt")}
+    core = needed(project["dependencies"], tested)
+    parts, brought_by = [f"## Paceline itself\n\n{table(core, tested)}\n"], dict.fromkeys(core, "Paceline itself")
+    known = dict(tested)
+    for extra, roots in project["optional-dependencies"].items():
+        others = [name for name in map(named, roots) if name not in {*tested, "paceline"}]
+        packages = {**tested, **metadata(locks.get(extra, others))}
+        added = needed(roots, packages) - core
+        parts.append(f"## Extra {extra}\n\n{table(added, packages)}\n")
+        known |= packages
+        for name in added:
+            brought_by[name] = f"{brought_by[name]}, {extra}" if name in brought_by else extra
+    rows = [
+        f"| {name} | {license_of(known[name])} | {brought_by[name]} |"
+        for name in sorted(brought_by)
+        if COPYLEFT.search(license_of(known[name]))
+    ]
+    return "\n".join([HEAD, COPYLEFT_HEAD, *rows, "", *parts])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

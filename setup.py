@@ -1,0 +1,33 @@
+"""Makes the description that package indexes show from README.md. All other metadata is in pyproject.toml.
+
+An index shows the description far from the repository, where relative links lead nowhere and there is no ``.`` to
+install. So the description names the linked files instead, and installs the package by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+
+def description(readme: str) -> str:
+    """Return the README with the paths of linked files in place of relative links."""
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link[1], link[2].partition("#")[0]
+        return text if path in text else f"{text} ({path})"
+
+    linked = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)", named, readme)
+    return re.sub(r'pip install (")?\.', r"pip install \1paceline", linked)
+
+
+if __name__ == "__main__":
+    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    # With its name given, setuptools knows this file and leaves it out of the package, whose folder it is in.
+    setup(
+        script_name="setup.py",
+        long_description=description(readme),
+        long_description_content_type="text/markdown",
+    )
