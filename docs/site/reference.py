@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,22 @@ def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
             node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
 
 
+@cache
+def by_last_part(env: BuildEnvironment) -> dict[str, list[str]]:
+    """Every described name, by its last part."""
+    names: dict[str, list[str]] = {}
+    for full in env.domains.python_domain.objects:
+        names.setdefault(full.rpartition(".")[2], []).append(full)
+    return names
+
+
 def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: Any) -> nodes.reference | None:
     """Resolve a docstring's reference to a name that is written without its module, or with the one that defines it."""
     if node.get("refdomain") != "py":
         return None
     *_, owner, name = ["", *node["reftarget"].split(".")]
     described = env.domains.python_domain.objects
-    found = [full for full in described if full.endswith(f".{name}")]
+    found = by_last_part(env).get(name, [])
     closer = [full for full in found if full.endswith(f".{owner}.{name}")] if owner else []
     best = closer or found
     if len(best) != 1 and len({described[one].node_id for one in best}) != 1:
