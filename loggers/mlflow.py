@@ -216,7 +216,9 @@ def missing_for(uri: str) -> str | None:
 
     The package ``mlflow`` brings it along; ``mlflow-skinny`` does not.
     """
-    return "sqlalchemy" if uri.startswith(DATABASE) and not messages.is_installed("sqlalchemy") else None
+    if not uri.startswith(DATABASE):
+        return None
+    return next((package for package in ("sqlalchemy", "alembic") if not messages.is_installed(package)), None)
 
 
 def _named(name: str) -> str:

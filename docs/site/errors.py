@@ -249,7 +249,7 @@ AimLogger()""",
 
 def page() -> str:
     """The page's text."""
-    text = heading("Errors", "=") + (
+    text = heading("Common errors", "=") + (
         "Every message says what failed, with the value, why, and how to fix it. These are the ones that people meet "
         "most. The programs ran when this page was built, and the messages are theirs. Each program begins with:\n\n"
     )

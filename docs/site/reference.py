@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,29 @@ def write_pages(app: Sphinx, config: Any) -> None:
         write(folder / f"{name}.rst", made())
     for name, page in objects.PAGES.items():
         write(folder / f"{name}.rst", objects.text(page))
+
+
+def describe_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Show each list of pages of docs/reference.md as a table with what each page has."""
+    if page == "reference":
+        source[0] = re.sub(r"```\{toctree\}\n:caption: (.*)\n:maxdepth: 1\n\n([^`]*)```", described(app), source[0])
+
+
+def described(app: Sphinx) -> Callable[[re.Match[str]], str]:
+    """What a list of pages becomes: a heading, a table, and the list for the sidebar."""
+
+    def row(name: str) -> str:
+        title, _, about = re.split(r"\n", Path(app.srcdir, f"{name}.rst").read_text(encoding="utf-8"), maxsplit=2)
+        about = re.search(r"^(?!\.\.)(.+?[.])(?= |$)", about.lstrip("\n"), re.M)
+        words = re.sub(r":\w+:`(?:\w+[.])*(\w+)`", r"``\1``", about[1] if about else "")
+        return f"| [{title}]({name}.rst) | {words} |\n"
+
+    def table(found: re.Match[str]) -> str:
+        rows = "".join(map(row, found[2].split()))
+        listed = f"```{{toctree}}\n:caption: {found[1]}\n:hidden:\n\n{found[2]}```"
+        return f"## {found[1]}\n\n| page | what it has |\n|---|---|\n{rows}\n{listed}"
+
+    return table
 
 
 def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
@@ -69,6 +94,7 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write_pages)
+    app.connect("source-read", describe_pages)
     app.connect("doctree-read", mean_what_the_file_means)
     app.connect("missing-reference", find_by_last_part)
     return {"parallel_read_safe": True}

@@ -20,7 +20,7 @@ def hooks() -> str:
 
     owners = {"callback": Callback, "module": TrainingModule, "DataModule": DataModule}
     shared = [name for name in HOOKS if name not in MODULE_METHODS]
-    text = heading("Hooks", "=") + (
+    text = heading("All hooks", "=") + (
         "Every hook: when it runs, on which ranks, what it may do, and what it must not. :doc:`/hooks` shows the order "
         "of the calls in a fit.\n\n"
         "Unless an entry says otherwise, a hook runs on every rank; it may read everything and set "
@@ -83,7 +83,7 @@ def commands() -> str:
     """Every command with its arguments, from the parsers."""
     from paceline.cli.main import COMMANDS
 
-    text = heading("Commands", "=") + (
+    text = heading("All commands and options", "=") + (
         "Every command and its arguments, as ``--help`` shows them. Flags may use ``-`` instead of ``_``. "
         "Guide: :doc:`/commands`.\n\n"
     )
@@ -125,7 +125,7 @@ def settings() -> str:
     """Every setting, and every environment variable."""
     from paceline.settings import SETTINGS
 
-    text = heading("Settings and environment variables", "=") + (
+    text = heading("All settings and environment variables", "=") + (
         "Every setting with its flag of ``paceline launch``, its environment variables and its key in a settings file. "
         "Guide: :doc:`/settings`.\n\n"
     )

@@ -55,7 +55,7 @@ class Net(TrainingModule):
 seed_everything(1)
 x = torch.randn(16, 4)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2, shuffle=True)
-saving = ModelCheckpoint("saved", filename="{epoch}-{nothing}", verbose=True)
+saving = ModelCheckpoint("saved", filename="{epoch}-{nothing}", verbose=True, save_last=True)
 stopping = EarlyStopping("loss", verbose=True)
 given = {name: int(os.environ[name]) for name in ("devices", "num_nodes") if name in os.environ}
 given |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": CSVLogger(".")}

@@ -362,6 +362,7 @@ def test_each_callable_of_a_run_is_bound_once_through_the_profiler() -> None:
         *(f"[Strategy]SingleDevice.{name}" for name in ("optimizer_step", "gather_objects", "barrier")),
         *(f"[Strategy]SingleDevice.{name}_step" for name in ("training", "validation")),
         *(f"[Logging].{name}" for name in ("finish_epoch", "send_epoch")),
+        "[TrainingModule]Clips.configure_optimizers",
         "[_TrainingEpochLoop].train_dataloader_next",
         "[_EvaluationLoop].val_next",
         "[Callback]Hooked.on_train_batch_end",
