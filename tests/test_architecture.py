@@ -93,7 +93,7 @@ ARROWS = {
 }
 ROOMS = tuple(ARROWS)
 #: Files at the root that every room may import.
-OPEN = {"lazy_names", "messages", "torch_private"}
+OPEN = {"lazy_names", "messages", "torch_private", "torch_versions"}
 #: What a room may name for the type checker only.
 TYPING_ARROWS = {
     "callbacks": {"strategies", "trainer", "tuner"},
@@ -487,6 +487,8 @@ OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 OF_ACCELERATOR = {"_schedulers"}
 READS = {"getattr", "setattr", "hasattr", "delattr"}
 PRIVATE = ROOT / "torch_private.py"
+#: The table of the names of that file.
+TABLE = ROOT / "torch_versions.py"
 
 
 def is_private(name: str | None) -> bool:
@@ -588,7 +590,7 @@ def owned() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-OTHERS = {path.relative_to(ROOT).as_posix(): tree for path, tree in TREES.items() if path != PRIVATE}
+OTHERS = {path.relative_to(ROOT).as_posix(): tree for path, tree in TREES.items() if path not in (PRIVATE, TABLE)}
 OWNED = owned()
 
 

@@ -98,8 +98,8 @@ class Counts(Callback):
 
 
 Trainer(callbacks=[Counts()]).fit(Line(), loader)""",
-        "The run calls each hook with fixed arguments, and this hook cannot take them. It is found before the first "
-        "batch, not in the middle of the night.",
+        "The run calls each hook with fixed arguments, and this hook cannot take them. You see this error "
+        "before the first batch.",
         "Copy the line that the message gives.",
     ),
     Case(

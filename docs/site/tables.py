@@ -136,6 +136,8 @@ VARIABLES = {
     "PACELINE_STANDS_IN": "packages that Paceline replaces in this process and its children: ``lightning``, "
     "``accelerate``, or both with a comma",
     "PACELINE_GLOBAL_SEED": "the seed of ``seed_everything()`` without an argument",
+    "PL_GLOBAL_SEED": "the same, as Lightning names it",
+    "PACELINE_LAUNCH_FLAGS": "which settings came from flags of ``paceline launch``, which sets it",
     "PACELINE_LOG_LEVEL": "the level of loggers from ``get_logger``",
 }
 
@@ -168,6 +170,7 @@ def settings() -> str:
     text += heading("Other variables", "-")
     for name, about in VARIABLES.items():
         text += f".. envvar:: {name}\n\n   {about}\n\n"
+    text += "Variables of launchers, loggers and other libraries are at the end of :doc:`/settings`.\n\n"
     return text + table(
         ("variable", "meaning"),
         [("``PL_TRAINER_<ARGUMENT>``", "an argument of :class:`paceline.Trainer` that the code leaves out")],
