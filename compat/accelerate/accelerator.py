@@ -52,6 +52,8 @@ class Accelerator(accelerator.Accelerator):
             kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
         self._deepspeed = self.state.deepspeed_plugin
+        if isinstance(self._deepspeed, DeepSpeedPlugin):
+            self._deepspeed.show_precision(self.mixed_precision)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)

@@ -39,10 +39,6 @@ DIFFERENT = {
     "these files always hold the full state": (
         "load_fsdp_model(use_dcp) load_fsdp_optimizer(use_dcp) save_fsdp_model(use_dcp) save_fsdp_optimizer(use_dcp)"
     ),
-    "not yet": (
-        "DeepSpeedPlugin.fill_match DeepSpeedPlugin.get_value DeepSpeedPlugin.is_auto "
-        "DeepSpeedPlugin.is_zero3_init_enabled DeepSpeedPlugin.select DeepSpeedPlugin.zero3_init_context_manager"
-    ),
 }
 HEAD = f"""# Names of Accelerate
 
