@@ -62,6 +62,28 @@ class DataLoaderShard(PreparedLoader):
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
 
     @property
+    def iteration(self) -> int:
+        """Index of the current pass, or of the next one between passes."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.set_epoch(iteration)
+
+    def begin(self) -> None:
+        """Record that a pass has begun. Passes do so themselves; for loops that read the loader in another way."""
+        self.reset()
+        self.gradient_state.begin(self)
+
+    def end(self) -> None:
+        """Record that a pass has ended."""
+        self.gradient_state.end(self)
+
+    def reset(self) -> None:
+        """Forget that the last batch was read."""
+        self.end_of_dataloader = False
+
+    @property
     def samples(self) -> int:
         """Number of samples in the most recent batch, not counting repeated ones.
 

@@ -535,12 +535,17 @@ def test_a6_hardware_and_precision_come_from_the_command(capfd: pytest.CaptureFi
     assert sorted(out.splitlines()) == ["0 2 bf16 4", "1 2 bf16 4"]
 
 
-def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_defaults_as_they_are_written_and_every_flag_of_the_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     page = (Path(ROOT) / Path(paceline.__file__).parent.name / "docs" / "commands.md").read_text()
     page = page.partition("## Launch\n")[2].partition("\n## ")[0]
     with pytest.raises(SystemExit):
         main(["launch", "--help"])
-    flags = set(re.findall(r"--\w+", capsys.readouterr().out))
+    shown = capsys.readouterr().out
+    assert "(default: FULL_SHARD)" in shown
+    assert "(default: true)" in shown
+    flags = set(re.findall(r"--\w+", shown))
     named = set(re.findall(r"--[a-z]\w*(?!-)", page.replace("--nproc-per-node", "").replace("--lr", "")))
     assert named <= flags
 
