@@ -82,6 +82,7 @@ test-all: lint types .venv/installed
 	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
 
 docs: .venv/installed
+	rm -rf build/docs docs/reference docs/sources
 	$(BIN)/python -m sphinx -W --keep-going -q -j 2 docs build/docs
 	@echo "Open file://$(CURDIR)/build/docs/index.html"
 

@@ -34,7 +34,19 @@ def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "
             return import_module(f".{name}", package)
         if name not in file_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint(name)}")
-        value = namespace[name] = getattr(import_module(f".{file_of[name]}", package), name)
+        try:
+            value = namespace[name] = getattr(import_module(f".{file_of[name]}", package), name)
+        except AttributeError as error:  # an import statement would only say that the package has no such name
+            raise not_imported(name, error) from error
+        except ImportError as error:
+            if (error.name or "").startswith("torch."):
+                raise not_imported(name, error) from error
+            raise
         return value
+
+    def not_imported(name: str, error: Exception) -> ImportError:
+        from .torch_versions import untried
+
+        return ImportError(f"{package}.{name} cannot be imported: {error}. {untried() or ''}".rstrip())
 
     namespace |= {"__getattr__": get, "__dir__": lambda: sorted({*namespace, *public}), "__all__": public}

@@ -219,8 +219,9 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each training batch, including its optimizer and scheduler steps.
+        """Called after each training batch: after its optimizer step, scheduler steps and ``zero_grad``.
 
+        Callbacks come before the module, and ``ModelCheckpoint`` comes after both, so it saves what they changed.
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is detached: scalar, shape (), not divided by
         ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already cleared, so
         read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would slow down

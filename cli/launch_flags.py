@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import REMAINDER, SUPPRESS, Action, ArgumentParser, Namespace
 from typing import Any
 
-from ..settings import SETTINGS, Setting
+from ..settings import SETTINGS, Setting, written
 
 _GROUPS = {
     "run": "how to train",
@@ -107,7 +107,7 @@ def _add(parser: Any, name: str, *more: str, **how: Any) -> None:
 
 
 def _setting(one: Setting) -> dict[str, Any]:
-    default = "" if one.default in (None, False) else f" (default: {str(one.default).lower()})"
+    default = "" if one.default in (None, False) else f" (default: {written(one.default)})"
     how: dict[str, Any] = {"default": None, "help": (one.help + default).replace("%", "%%")}
     if one.bare:
         return how | {"action": "store_const", "const": "true"}

@@ -11,7 +11,7 @@ import paceline  # noqa: E402
 project = "Paceline"
 author = "the Paceline authors"
 version = release = paceline.__version__
-html_title = f"Paceline {version} documentation"
+html_title = f"Paceline {version}"
 html_short_title = "Paceline"
 
 extensions = [
@@ -23,12 +23,15 @@ extensions = [
     "fences",
     "reference",
     "sources",
+    "surroundings",
 ]
 exclude_patterns = ["site", "static", "pictures"]
 
 myst_heading_anchors = 6
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "off"
+nb_merge_streams = True
+maximum_signature_line_length = 100
 smartquotes = False  # they make one dash of the two of a flag
 
 autodoc_inherit_docstrings = False  # a hook that a callback defines is described once, at the base class
@@ -42,6 +45,7 @@ templates_path = ["site/templates"]
 html_theme = "pydata_sphinx_theme"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "site" / "scorer.js")
 html_js_files = ["site.js"]
 html_logo = html_favicon = "static/logo.svg"
 html_context = {"default_mode": "auto"}

@@ -4,7 +4,7 @@
     python examples/01_first_fit.py --epochs 30    # go on where the last run stopped
     tensorboard --logdir runs/first_fit            # look at the curves
 
-Needs scikit-learn (for the 1,797 images it ships) and matplotlib: pip install "paceline[examples]".
+Needs scikit-learn (for the 1,797 images it ships) and matplotlib: pip install ".[examples]".
 """
 
 from __future__ import annotations

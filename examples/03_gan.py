@@ -3,7 +3,7 @@
     python examples/03_gan.py          # about a minute on a CPU; ends with a picture of 64 painted digits
 
 Shows manual optimization: the module steps two optimizers itself. Needs scikit-learn and matplotlib:
-pip install "paceline[examples]".
+pip install ".[examples]".
 """
 
 from __future__ import annotations

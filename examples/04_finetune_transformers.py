@@ -4,7 +4,7 @@
 
 The network is made from a config, so nothing is downloaded. To fine-tune published weights, replace the one line that
 makes it with ``AutoModelForSequenceClassification.from_pretrained(name)`` and the words by its tokenizer; everything
-else stays. Needs transformers: pip install "paceline[examples]".
+else stays. Needs transformers: pip install ".[examples]".
 """
 
 from __future__ import annotations

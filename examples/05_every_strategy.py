@@ -11,7 +11,7 @@
 that reads a picture row by row. Processes share each batch of 64, so every command prints the same curve, up to
 rounding.
 
-Needs scikit-learn (for the 1,797 images it ships): pip install "paceline[examples]".
+Needs scikit-learn (for the 1,797 images it ships): pip install ".[examples]".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/11_larger_than_memory.py --gigabytes 6 --limit 2GB            # 7 GB of disk, minutes
 
 The weights are random and written here first, a shard at a time, so nothing is downloaded. With published ones leave
-``write`` out and name their folder. Needs transformers: pip install "paceline[examples]".
+``write`` out and name their folder. Needs transformers: pip install ".[examples]".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .files import CONFIG_VARIABLE, ConfigFile, find_file, own_file, read_file, write_file
 from .names import SETTINGS, Setting
-from .resolver import FLAGS, Given, Origin, Row, Settings, fill, hand_over, if_set, resolve
+from .resolver import FLAGS, Given, Origin, Row, Settings, fill, hand_over, if_set, resolve, written
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -27,4 +27,5 @@ __all__ = [
     "read_file",
     "resolve",
     "write_file",
+    "written",
 ]

@@ -231,11 +231,12 @@ def hand_over(settings: Settings) -> dict[str, str]:
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {
-        **{SETTINGS[row.name].variable: _written(row.value) for row in flags},
+        **{SETTINGS[row.name].variable: written(row.value) for row in flags},
         FLAGS: ",".join(row.name for row in flags),
         CONFIG_VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
     }
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """Return a setting's value as it is written in a flag, a variable or a file."""
     return str(value).lower() if isinstance(value, bool) else str(value)

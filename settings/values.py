@@ -71,7 +71,7 @@ def choice(*choices: str, numbered: bool = False) -> Parse:
         if value is False and "no" in by_word:  # `no` in a YAML file
             word = "no"
         if word not in by_word:
-            close = messages.did_you_mean(word, by_word)
+            close = messages.did_you_mean(word.upper() if choices[0].isupper() else word, choices)
             raise ValueError(f"is not a valid value.{close} Choose {messages.names(choices)}.")
         return by_word[word]
 

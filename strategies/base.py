@@ -15,7 +15,8 @@ from ..big_model.device_map import spread_in
 from ..big_model.quantized_layers import prepare_quantized
 from ..big_model.sharded_loading import all_or_none
 from ..devices.kinds import kind_of
-from ..torch_private import multiply_each_, untried
+from ..torch_private import multiply_each_
+from ..torch_versions import untried
 from .communication import Communication
 from .placement import Placement
 from .precision.base import gradients

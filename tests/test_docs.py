@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import ranks
+from test_architecture import FILES
 from tiny import TinyModule, tiny_loader
 from torch import nn
 
@@ -191,6 +192,19 @@ def test_the_table_of_settings_is_the_one_in_the_code() -> None:
         [f"`{one.name}`", one.accepts, shown(one.default), one.help, also[name]] for name, one in SETTINGS.items()
     ]
     assert rows_after("settings") == expected
+
+
+def test_the_page_of_settings_names_every_variable_that_the_package_reads() -> None:
+    others = {"RESOURCE_DOES_NOT_EXIST", "LOCAL_MACHINE", "MULTI_CPU", "MULTI_GPU", "SC_PAGE_SIZE", "SC_PHYS_PAGES"}
+    only_set = {"GIT_OPTIONAL_LOCKS", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    parts = {"LOCAL_SIZE", "PACELINE_TRAINER_"}  # of a longer name; of a mistake
+    settings = {variable for one in SETTINGS.values() for variable in (one.variable, *one.variables)}
+    sources = [path.read_text(encoding="utf-8") for path in FILES]
+    words = r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK|COLUMNS)"'
+    found = {word for text in sources if re.search(r"\benviron\b", text) for word in re.findall(words, text)}
+    named = re.findall(r"`([A-Z][A-Za-z0-9_]+)`", PAGES["settings"].partition("\n## Other variables\n")[2])
+    assert found > {"RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PACELINE_LAUNCH_FLAGS"}
+    assert found - settings - others - only_set - parts <= set(named)
 
 
 def test_the_screen_of_config_is_a_real_one(

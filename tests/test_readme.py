@@ -70,7 +70,7 @@ def test_nothing_in_the_tables_is_made_up() -> None:
 
 
 def test_every_folder_of_the_package_is_in_the_tree() -> None:
-    tree = README.partition("## The house")[2]
+    tree = README.partition("## How the code is organized")[2]
     folders = [package.removeprefix("paceline.") for package in PACKAGES if package != "paceline"]
     assert not [folder for folder in folders if not re.search(rf"^ *{folder.rpartition('.')[2]}/ +\w", tree, re.M)]
 

@@ -105,14 +105,23 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
 
 def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
     start = (ROOT / "docs" / "index.md").read_text()
-    table = start.partition("<!-- step overhead -->\n")[2].partition("\n\n")[0].splitlines()[2:]
-    shown = {re.sub(r"[\d.`,]", "", row[1]).strip().lower(): row[2] for row in (r.split("|") for r in table)}
-    measured = (ROOT / "benchmarks" / "README.md").read_text().partition("### Everything optional off")[2]
-    rows = [[cell.strip() for cell in line.split("|")] for line in measured.partition("###")[0].splitlines()]
-    ratios = {row[1]: row[4] for row in rows if len(row) > 5}
-    assert {"paceline" if name == "paceline trainer" else name: ratio.strip() for name, ratio in shown.items()} == {
-        name: ratio for name, ratio in ratios.items() if ratio.endswith("x") and name != "raw"
-    }
+    shown = cells(start.partition("<!-- step overhead -->\n")[2])
+    measured = (ROOT / "benchmarks" / "README.md").read_text()
+    quiet = cells(measured.partition("### A loop of one's own")[2].partition("\n\n")[2].partition("\n\n")[2])
+    alone = {name: ratio.partition(",")[0] for name, ratio in zip(quiet[0][1:], quiet[2][1:], strict=True)}
+    busy = {row[0]: row[3] for row in cells(measured.partition("### Everything optional off\n\n")[2])[2:]}
+    known = {"Paceline, Accelerator": "Paceline's Accelerator", "Paceline, Trainer": "paceline"}
+    for name, on_quiet, on_busy in shown[2:]:
+        name = known.get(name, "raw" if name.startswith("the loop by hand") else re.sub(r" [\d.]+$", "", name))
+        assert on_quiet == alone.pop(name, ""), name
+        assert on_busy == (busy.get(name.lower(), "") if name != "Accelerate" else ""), name
+    assert not alone
+
+
+def cells(text: str) -> list[list[str]]:
+    """The table that a text begins with, without the marks of code."""
+    lines = text.partition("\n\n")[0].splitlines()
+    return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def opened(address: str, folder: Path) -> str:
@@ -136,6 +145,52 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
         seen = opened(f"{site.as_uri()}/{page}", tmp_path)
         assert words in seen, page
     assert 'class="search"><li' in seen
+
+
+#: What readers search, and the page that should be among the first three results.
+SEARCHED = {
+    "nan loss": "howto/diverging_run",
+    "out of memory": "howto/model_too_large",
+    "write callback": "howto/callback",
+    "tensorboard": "loggers",
+    "torch 2.15": "versions",
+    "install": "first_fit",
+    "pip": "first_fit",
+    "own loop": "own_loop",
+    "GAN": "optimization",
+    "bf16": "precision",
+    "overhead": "figures",
+    "launch options": "reference/commands",
+    "ModelCheckpoint": "reference/callbacks",
+}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_first_results_of_a_search_have_the_page_that_answers_it(site: Path, tmp_path: Path) -> None:
+    scripts = ("_static/doctools.js", "_static/searchtools.js", "_static/language_data.js", "searchindex.js")
+    loaded = "".join(f'<script src="{(site / name).as_uri()}"></script>' for name in scripts)
+    (tmp_path / "searches.html").write_text(f"""<html><body><input name="q">
+        <script>const DOCUMENTATION_OPTIONS = {{}}, SPHINX_HIGHLIGHT_ENABLED = false;</script>{loaded}
+        <script>
+        const first = (query) => {{
+          document.querySelector("input").value = query;
+          return Search._performSearch(...Search._parseQuery(query)).slice(-3).map((result) => result[0]);
+        }};
+        const found = Object.fromEntries({json.dumps(list(SEARCHED))}.map((query) => [query, first(query)]));
+        document.body.append("FOUND" + JSON.stringify(found) + "END");
+        </script></body></html>""")
+    seen = re.search(r"FOUND(.*)END</body>", opened((tmp_path / "searches.html").as_uri(), tmp_path))
+    assert seen, "the search of the site ran"
+    found = json.loads(seen[1])
+    assert not {query: found[query] for query, page in SEARCHED.items() if page not in found[query]}
+
+
+def test_tables_call_pages_what_the_sidebar_calls_them() -> None:
+    for name in ("guides", "learn", "tutorial", "howto/index", "migrate/index"):
+        page = ROOT / "docs" / f"{name}.md"
+        for title, target in re.findall(r"^\| \[(.*?)\]\((\S+[.]md)\) \|", page.read_text(), re.M):
+            head = (page.parent / target).read_text().partition("\n")[0]
+            assert head == f"# {title}", f"{name}: {target}"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from paceline import messages
+from paceline import messages, torch_versions
 from paceline import torch_private as private
 from paceline.strategies.base import SingleDevice
 
@@ -77,7 +79,7 @@ def test_every_entry_is_described_and_the_versions_are_those_that_were_tried() -
     assert not [name for name, text in entries.items() if not re.search(r"\S\.( |$)", text)]
     oldest = re.search(r'"torch>=([\d.]+)"', (FILE.parent / "pyproject.toml").read_text())
     assert oldest is not None
-    tried = f"torch {oldest[1]} to {'.'.join(map(str, private.NEWEST_TRIED))}"
+    tried = f"torch {oldest[1]} to {'.'.join(map(str, torch_versions.NEWEST_TRIED))}"
     assert f"in {tried}." in (private.__doc__ or "")
     for page in ("README.md", "docs/first_fit.md"):
         assert tried.replace("torch", "PyTorch") in (FILE.parent / page).read_text()
@@ -106,10 +108,10 @@ def test_every_private_name_is_in_the_table_and_the_installed_torch_has_it() -> 
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= words(" ".join([getattr(node, "module", None) or "", *(alias.name for alias in node.names)]))
     assert len(found) > 60
-    assert not found - {"__recompiles"} - words(" ".join([*private.USED, *private.USED.values()]))
-    assert private.missing_names() == []
-    assert private.untried() is None
-    assert private.lacks("nn.modules.module", "_gone")
+    assert not found - {"__recompiles"} - words(" ".join([*torch_versions.USED, *torch_versions.USED.values()]))
+    assert torch_versions.missing_names() == []
+    assert torch_versions.untried() is None
+    assert torch_versions.lacks("nn.modules.module", "_gone")
 
 
 def test_a_torch_that_was_not_tried_is_warned_about_once_with_the_names_that_it_lacks(
@@ -120,7 +122,7 @@ def test_a_torch_that_was_not_tried_is_warned_about_once_with_the_names_that_it_
         return [str(recwarn.pop().message) for _ in range(len(recwarn))]
 
     assert run() == []
-    monkeypatch.setattr(private, "NEWEST_TRIED", (2, 3))
+    monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 3))
     messages.set_rank(1)
     assert run() == []
     messages.set_rank(0)
@@ -130,9 +132,33 @@ def test_a_torch_that_was_not_tried_is_warned_about_once_with_the_names_that_it_
     assert run() == []
     messages.forget()
     table = {"nn.modules.module": "_buffers|_gone _left", "nn.gone": "_apply", "Tensor": "_gone|_left _version"}
-    monkeypatch.setattr(private, "USED", table)
+    monkeypatch.setattr(torch_versions, "USED", table)
     (text,) = run()
     assert "torch.nn.modules.module._left, torch.nn.gone._apply, torch.Tensor._gone|_left. " in text
+
+
+def import_without(owner: Any, name: str) -> str:
+    """What the first import of a public name says with a newer torch that lacks one of the private names."""
+    for module in [one for one in sys.modules if one.partition(".")[0] == "paceline"]:
+        del sys.modules[module]
+    torch.__version__ = "2.99.0"
+    delattr(owner, name)
+    with pytest.raises(ImportError) as caught:
+        exec("from paceline import Trainer", {})
+    assert isinstance(caught.value.__cause__, AttributeError | ImportError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch, "_foreach_mul_"), (torch.overrides, "_get_current_function_mode"), (nn.modules.conv, "_ConvNd")],
+)
+def test_an_import_that_fails_for_want_of_a_private_name_says_which_torch_was_tested(owner: Any, name: str) -> None:
+    (text,) = ranks(1, import_without, owner, name)
+    assert text.startswith("paceline.Trainer cannot be imported: module 'torch")
+    assert f"has no attribute '{name}'. Paceline was tested up to torch " in text
+    assert "and this is torch 2.99.0. It" in text
+    assert ("private names, which Paceline uses: torch._foreach_mul_. " in text) is (owner is torch)
 
 
 # ---- data loading ----------------------------------------------------------------------------------------------------

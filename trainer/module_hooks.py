@@ -70,7 +70,10 @@ class ModuleHooks:
         """Called before each training batch; returning -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """Called after each training batch and its update. ``outputs["loss"]`` is a detached scalar of shape ()."""
+        """Called after each training batch and its update, after the callbacks' and before ``ModelCheckpoint`` saves.
+
+        ``outputs["loss"]`` is a detached scalar of shape ().
+        """
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Called before each backward pass. ``loss``, of shape (), is divided for accumulation and not yet scaled."""

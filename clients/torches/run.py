@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from paceline import messages, torch_private
+from paceline import messages, torch_versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from environments import Environment
@@ -41,7 +41,7 @@ def oldest() -> str:
 
 def newest() -> str:
     """The newest version of torch that the package calls tried."""
-    return ".".join(map(str, torch_private.NEWEST_TRIED))
+    return ".".join(map(str, torch_versions.NEWEST_TRIED))
 
 
 def requirement(version: str) -> str:

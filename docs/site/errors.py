@@ -98,8 +98,8 @@ class Counts(Callback):
 
 
 Trainer(callbacks=[Counts()]).fit(Line(), loader)""",
-        "The run calls each hook with fixed arguments, and this hook cannot take them. It is found before the first "
-        "batch, not in the middle of the night.",
+        "The run calls each hook with fixed arguments, and this hook cannot take them. You see this error "
+        "before the first batch.",
         "Copy the line that the message gives.",
     ),
     Case(
@@ -249,7 +249,7 @@ AimLogger()""",
 
 def page() -> str:
     """The page's text."""
-    text = heading("Errors", "=") + (
+    text = heading("Common errors", "=") + (
         "Every message says what failed, with the value, why, and how to fix it. These are the ones that people meet "
         "most. The programs ran when this page was built, and the messages are theirs. Each program begins with:\n\n"
     )
@@ -258,7 +258,7 @@ def page() -> str:
         for case in CASES:
             error = raised_by(case.program)
             text += heading(case.title, "-") + block("python", case.program)
-            text += indented(f"{type(error).__name__}: {error}", ".. code-block:: text", "   :class: output wraps")
+            text += indented(f"{type(error).__name__}: {error}", ".. code-block:: text", "   :class: output")
             text += f":Cause: {case.cause}\n:Fix: {case.fix}\n\n"
     return text
 

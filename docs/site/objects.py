@@ -46,14 +46,14 @@ PAGES: dict[str, Page] = {
         {"": ["paceline.TrainingModule"]},
     ),
     "data": Page(
-        "Data",
+        "Data modules and loaders",
         "Loaders in one place, and several loaders as one.",
         "data",
         {"": ["paceline.DataModule", "paceline.CombinedLoader", *public("paceline.data")]},
         "paceline.data",
     ),
     "callbacks": Page(
-        "Callbacks",
+        "Callback classes",
         "What a run does besides training. :doc:`hooks` describes the hooks one by one.",
         "callbacks",
         {
@@ -63,14 +63,14 @@ PAGES: dict[str, Page] = {
         "paceline.callbacks",
     ),
     "loggers": Page(
-        "Loggers",
+        "Logger classes",
         "Where numbers go.",
         "loggers",
         {"Base class": ["paceline.loggers.Logger"], "Loggers": public("paceline.loggers")},
         "paceline.loggers",
     ),
     "profilers": Page(
-        "Profilers and doctor",
+        "Profiler classes",
         "Where the time goes.",
         "doctor",
         {"": public("paceline.profilers")},
@@ -138,7 +138,7 @@ PAGES: dict[str, Page] = {
         {"": ["paceline.compat.lightning.fabric.Fabric"]},
     ),
     "strategies": Page(
-        "Strategies",
+        "Strategy classes",
         "Where tensors live, and how processes communicate.",
         "strategies",
         {
@@ -152,7 +152,7 @@ PAGES: dict[str, Page] = {
         "paceline.strategies",
     ),
     "precision": Page(
-        "Precision",
+        "Precision classes",
         "The dtypes that a run computes in.",
         "precision",
         {"": group("paceline.strategies", _PRECISIONS)},
@@ -178,7 +178,7 @@ PAGES: dict[str, Page] = {
         },
     ),
     "big_models": Page(
-        "Big models",
+        "Functions for big models",
         "Models that are larger than the memory of a device.",
         "big_models",
         {
@@ -199,7 +199,7 @@ PAGES: dict[str, Page] = {
         {"": group("paceline.estimate.memory_estimate", "estimate_memory estimate_strategies MemoryEstimate")},
     ),
     "command_line": Page(
-        "Command line from classes",
+        "Classes of the command line",
         "A command line and config files from your classes.",
         "cli",
         {"": public("paceline.cli")},
@@ -279,6 +279,8 @@ def entry(name: str) -> str:
     if not inspect.isclass(found):
         return f".. autofunction:: {name}\n\n"
     options = ["   :members:"]
+    if name in INTERNALS:
+        options += [f"   :exclude-members: {INTERNALS[name]}"]
     if found.__bases__ != (object,):
         options += ["   :show-inheritance:"]
     if isinstance(found, EnumMeta):
@@ -288,6 +290,8 @@ def entry(name: str) -> str:
     return "\n".join([f".. autoclass:: {name}", *options]) + "\n\n"
 
 
+#: Members that only other parts of the package use, by class.
+INTERNALS = {"paceline.Trainer": "asked_ckpt_path, brought_callbacks, has_own_save, logs_this_step, may_stop, saver"}
 #: Classes that show the members of their bases too, up to the one named.
 INHERITS = {
     "paceline.Trainer": "object",

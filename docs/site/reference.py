@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,29 @@ def write_pages(app: Sphinx, config: Any) -> None:
         write(folder / f"{name}.rst", objects.text(page))
 
 
+def describe_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Show each list of pages of docs/reference.md as a table with what each page has."""
+    if page == "reference":
+        source[0] = re.sub(r"```\{toctree\}\n:caption: (.*)\n:maxdepth: 1\n\n([^`]*)```", described(app), source[0])
+
+
+def described(app: Sphinx) -> Callable[[re.Match[str]], str]:
+    """What a list of pages becomes: a heading, a table, and the list for the sidebar."""
+
+    def row(name: str) -> str:
+        title, _, about = re.split(r"\n", Path(app.srcdir, f"{name}.rst").read_text(encoding="utf-8"), maxsplit=2)
+        about = re.search(r"^(?!\.\.)(.+?[.])(?= |$)", about.lstrip("\n"), re.M)
+        words = re.sub(r":\w+:`(?:\w+[.])*(\w+)`", r"``\1``", about[1] if about else "")
+        return f"| [{title}]({name}.rst) | {words} |\n"
+
+    def table(found: re.Match[str]) -> str:
+        rows = "".join(map(row, found[2].split()))
+        listed = f"```{{toctree}}\n:caption: {found[1]}\n:hidden:\n\n{found[2]}```"
+        return f"## {found[1]}\n\n| page | what it has |\n|---|---|\n{rows}\n{listed}"
+
+    return table
+
+
 def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
     """Read a bare name in a class's types as the file that defines the class does: there are two Accelerators."""
     for node in page.findall(pending_xref):
@@ -41,6 +66,13 @@ def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
         meant = getattr(sys.modules.get(getattr(owner, "__module__", "")), node["reftarget"], None)
         if inspect.isclass(meant):
             node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
+
+
+def set_dashes(app: Sphinx, page: nodes.document) -> None:
+    """Separate the name of an argument from its description by a dash; Sphinx leaves that to its smart quotes."""
+    for node in list(page.findall(nodes.Text)):
+        if node.astext() == " -- ":
+            node.parent.replace(node, nodes.Text(" \N{EN DASH} "))
 
 
 @cache
@@ -69,6 +101,8 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write_pages)
+    app.connect("source-read", describe_pages)
     app.connect("doctree-read", mean_what_the_file_means)
+    app.connect("doctree-read", set_dashes)
     app.connect("missing-reference", find_by_last_part)
     return {"parallel_read_safe": True}

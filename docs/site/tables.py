@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ def hooks() -> str:
 
     owners = {"callback": Callback, "module": TrainingModule, "DataModule": DataModule}
     shared = [name for name in HOOKS if name not in MODULE_METHODS]
-    text = heading("Hooks", "=") + (
+    text = heading("All hooks", "=") + (
         "Every hook: when it runs, on which ranks, what it may do, and what it must not. :doc:`/hooks` shows the order "
         "of the calls in a fit.\n\n"
         "Unless an entry says otherwise, a hook runs on every rank; it may read everything and set "
@@ -52,7 +53,8 @@ def hook(name: str, owners: dict[str, type]) -> str:
     }
     for fact, found in facts.items():
         if found:
-            text += f":{fact}: {' '.join(found)}\n"
+            said = [re.sub(r"^(?:The hook )?(?:may|must not) ", "", one, flags=re.I) for one in found]
+            text += f":{fact}: {' '.join(said)}\n"
         elif fact in defaults and name.startswith(("on_", "setup", "teardown")):
             text += f":{fact}: {defaults[fact]}\n"
     return text + "\n"
@@ -83,7 +85,7 @@ def commands() -> str:
     """Every command with its arguments, from the parsers."""
     from paceline.cli.main import COMMANDS
 
-    text = heading("Commands", "=") + (
+    text = heading("All commands and options", "=") + (
         "Every command and its arguments, as ``--help`` shows them. Flags may use ``-`` instead of ``_``. "
         "Guide: :doc:`/commands`.\n\n"
     )
@@ -103,8 +105,27 @@ def option(parser: ArgumentParser, action: Action) -> str:
     formatter = HelpFormatter(parser.prog)
     takes = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
     form = ", ".join(f"{one}{takes}" for one in action.option_strings) or str(action.metavar or action.dest)
-    words = formatter._expand_help(action) if action.help else ""
-    return f".. option:: {form}\n\n   {plain(' '.join(words.split()))}\n\n"
+    words = " ".join(formatter._expand_help(action).split()) if action.help else ""
+    facts = "; ".join(accepted(action, words))
+    return f".. option:: {form}\n\n   {plain(words)}{' ' * bool(facts)}{facts and f'({facts})'}\n\n"
+
+
+def accepted(action: Action, words: str) -> Iterator[str]:
+    """What an option accepts and what it is without it, unless its help says so."""
+    from paceline.settings import SETTINGS
+
+    one = SETTINGS.get(action.dest)
+    default = one.default if one and one.default is not None else action.default
+    if action.nargs == 0:
+        default = bool(default)
+    elif one:
+        yield plain(one.accepts)
+    elif action.choices:
+        yield plain(", ".join(map(str, action.choices)))
+    elif action.type in (int, float):
+        yield "a whole number" if action.type is int else "a number"
+    if default not in (None, SUPPRESS, []) and "default" not in words:
+        yield f"default: {literal(str(default).lower() if isinstance(default, bool) else str(default))}"
 
 
 #: Titles of groups of settings that their names do not give.
@@ -115,6 +136,8 @@ VARIABLES = {
     "PACELINE_STANDS_IN": "packages that Paceline replaces in this process and its children: ``lightning``, "
     "``accelerate``, or both with a comma",
     "PACELINE_GLOBAL_SEED": "the seed of ``seed_everything()`` without an argument",
+    "PL_GLOBAL_SEED": "the same, as Lightning names it",
+    "PACELINE_LAUNCH_FLAGS": "which settings came from flags of ``paceline launch``, which sets it",
     "PACELINE_LOG_LEVEL": "the level of loggers from ``get_logger``",
 }
 
@@ -123,7 +146,7 @@ def settings() -> str:
     """Every setting, and every environment variable."""
     from paceline.settings import SETTINGS
 
-    text = heading("Settings and environment variables", "=") + (
+    text = heading("All settings and environment variables", "=") + (
         "Every setting with its flag of ``paceline launch``, its environment variables and its key in a settings file. "
         "Guide: :doc:`/settings`.\n\n"
     )
@@ -147,6 +170,7 @@ def settings() -> str:
     text += heading("Other variables", "-")
     for name, about in VARIABLES.items():
         text += f".. envvar:: {name}\n\n   {about}\n\n"
+    text += "Variables of launchers, loggers and other libraries are at the end of :doc:`/settings`.\n\n"
     return text + table(
         ("variable", "meaning"),
         [("``PL_TRAINER_<ARGUMENT>``", "an argument of :class:`paceline.Trainer` that the code leaves out")],

@@ -7,7 +7,7 @@
     python train.py fit --help
     python train.py fit --config config.yaml --print_config
 
-Needs jsonargparse: pip install "paceline[cli]".
+Needs jsonargparse: pip install ".[cli]".
 """
 
 from __future__ import annotations

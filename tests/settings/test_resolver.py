@@ -196,7 +196,7 @@ def test_u3_code_beats_the_variable_for_accumulation() -> None:
         ("num_processes", 0, ("0", "out of range", "1 or more")),
         ("main_process_port", 65536, ("65536", "from 0 to 65535")),
         ("gradient_clipping", "-1", ("'-1'", "number above 0")),
-        ("fsdp_sharding_strategy", "FULL_SHART", ("'FULL_SHART'", "Did you mean 'full_shard'?", "'FULL_SHARD'")),
+        ("fsdp_sharding_strategy", "FULL_SHART", ("'FULL_SHART'", "Did you mean 'FULL_SHARD'?", "'FULL_SHARD'")),
     ],
 )
 @pytest.mark.parametrize("place", PLACES[:4])
