@@ -323,6 +323,8 @@ REPEATED = {
     "GradientState": "the stand-in's",
     "ParallelismConfig": "the stand-in's",
     "ThroughputMonitor": "Lightning's callback, and Fabric's helper",
+    "AcceleratedOptimizer": "the stand-in's",
+    "AcceleratedScheduler": "the stand-in's",
     "TorchDynamoPlugin": "the stand-in's",
 }
 

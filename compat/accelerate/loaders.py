@@ -57,6 +57,12 @@ class DataLoaderShard(PreparedLoader):
                 sampler.generator = torch.Generator()
         elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
+        if config.use_stateful_dataloader and isinstance(sampler, RandomSampler):
+            _tell(
+                "With use_stateful_dataloader=True the order of shuffling is the same as without it. With Accelerate, "
+                "it is that of torchdata's sampler.",
+                key="torchdata's order",
+            )
         config = replace(config, dispatch_batches=central, data_seed=None)
         vars(self).update(_sampler=sampler, _first=True)
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
