@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from .base import SingleDevice, Strategy
 from .deepspeed.settings import DeepSpeedName
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
-from .precision.base import Precision
+from .precision.base import CLIPPING, UNCALLED, Precision
 from .precision.choose import choose_precision
 
 ENTRY_POINTS = "paceline.strategies"
@@ -377,11 +378,32 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 
 
 def _fitting(strategy: Strategy) -> Strategy:
-    """Return the strategy; raise if it shards a model whose weights its precision quantizes."""
-    if strategy.precision.quantizes and not strategy.holds_whole_module:
+    """Return the strategy; raise if it cannot use its precision.
+
+    That is so if it shards a model whose weights the precision quantizes, or if it would never call a method that the
+    precision overrides.
+    """
+    precision = strategy.precision
+    if precision.quantizes and not strategy.holds_whole_module:
         raise ValueError(
-            f"precision={strategy.precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. "
+            f"precision={precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. "
             "Use strategy='ddp' or one device, or another precision."
+        )
+    owner, overrides = type(precision).__name__, precision.overrides
+    for name in (name for name in UNCALLED if name in overrides):
+        raise TypeError(f"{owner} overrides {name}, which is never called. Override {UNCALLED[name]} instead.")
+    if "optimizer_step" in overrides and "model" in inspect.signature(precision.optimizer_step).parameters:
+        raise TypeError(
+            f"{owner}.optimizer_step takes a model, but it is called as optimizer_step(optimizer, closure) and returns "
+            "whether the optimizer stepped. Define it so, or override the module's optimizer_step instead."
+        )
+    refused: set[str] = set(CLIPPING) if type(strategy).clip_by_norm is not Strategy.clip_by_norm else set()
+    if not strategy.steps_through_precision:
+        refused.add("optimizer_step")
+    for name in sorted(refused & overrides):
+        raise TypeError(
+            f"{owner} overrides {name}, which {type(strategy).__name__} never calls, because each process holds only "
+            "part of the gradients. Override the module's configure_gradient_clipping or optimizer_step instead."
         )
     return strategy
 

@@ -39,6 +39,8 @@ class Placement:
     waiting: Waiting = Waiting()
     #: Whether each process holds the whole module, as quantized weights need.
     holds_whole_module: ClassVar[bool] = True
+    #: Whether an optimizer step goes through the precision's ``optimizer_step``.
+    steps_through_precision: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
@@ -62,7 +64,7 @@ class Placement:
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Context manager in which new layers are created on this strategy's device, in the precision's dtype."""
-        return self.precision.init_context(self.device)
+        return self.precision.creation_context(self.device)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Like :meth:`module_init_context`, but for tensors."""
@@ -128,9 +130,11 @@ class Placement:
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return the function that moves a batch to the device and converts it to the precision's input dtype.
 
-        Returns None if nothing needs to be moved or converted.
+        Returns None if nothing needs to be moved or converted. If the precision is a class of yours with its own
+        ``convert_input``, the batch is only moved.
         """
-        return mover(self.device, self.precision.input_dtype)
+        converts = "convert_input" in self.precision.overrides
+        return mover(self.device, None if converts else self.precision.input_dtype)
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -114,12 +114,15 @@ def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     move = strategy.batch_mover()
     if move is not None:
         move = by_strategy(run, "batch_to_device", move)
-    if not any(hooks.values()):
+    convert = strategy.precision.convert_input if "convert_input" in strategy.precision.overrides else None
+    if convert is None and not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()
 
     def through_hooks(batch: Any) -> Any:
         place = metrics.enter(phases.BATCH_TRANSFER)
+        if convert is not None:
+            batch = convert(batch)
         if before is not None:
             batch = before(batch, dataloader_idx)
         if transfer is not None:

@@ -18,6 +18,7 @@ from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
+from ..strategies.precision.base import CLIPPING
 from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
 from .metric_reductions import Group, RecordOptions
@@ -366,7 +367,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             raise ValueError(messages.unknown("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")))
         raw = getattr(optimizer, "optimizer", optimizer)
         self.trainer.current_run.unscale_gradients(raw)
-        self.trainer.strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
+        strategy = self.trainer.strategy
+        if strategy.precision.overrides.isdisjoint(CLIPPING):
+            strategy.clip(parameters_of(raw), gradient_clip_val, gradient_clip_algorithm)
+        else:
+            strategy.precision.clip_gradients(raw, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (for manual optimization with several optimizers)."""

@@ -163,7 +163,7 @@ def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> Non
     """Add the layers that ``configure_model`` or ``setup`` created during the run."""
     configure_model = overridden(module, "configure_model", TrainingModule)
     if configure_model is not None:
-        with run.strategy.precision.init_context(torch.device("cpu")):
+        with run.strategy.precision.creation_context(torch.device("cpu")):
             configure_model()
     known = {name for name, _ in module.named_modules()}
     for name, packed in born.items():

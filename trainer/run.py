@@ -231,6 +231,7 @@ class Run:
             self.folder_locks.release,
             self.source.release,
             self.strategy.teardown,
+            self.strategy.precision.teardown,
         ]
         if not failed:
             self.state.status = TrainerStatus.FINISHED

@@ -687,7 +687,7 @@ class Trainer:
     @property
     def precision(self) -> str:
         """The name of the Precision in use."""
-        return self.strategy.precision.name
+        return self.strategy.precision.precision
 
     @property
     def scaler(self) -> Any:

@@ -52,7 +52,13 @@ def _load(file: str, trusted: bool) -> Any:
 
     try:
         contents = single_file.load(file, trusted=trusted)
+        return open_section(contents, file) if trusted and isinstance(contents, dict) else contents
     except (AttributeError, ImportError) as error:
+        if isinstance(error, AttributeError) and "__main__" in str(error):
+            raise RuntimeError(
+                f"{file!r} references a class of the script that wrote it ({error}). Load the file with "
+                "weights_only=False in that script, or move the class to a module and write the file again."
+            ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (
             "Run it with Paceline in place of that package: "
@@ -62,4 +68,3 @@ def _load(file: str, trusted: bool) -> Any:
             "PYTHONPATH=FOLDER paceline checkpoint convert ..."
         )
         raise RuntimeError(f"{file!r} references code that cannot be imported: {error}. {fix}") from error
-    return open_section(contents, file) if trusted and isinstance(contents, dict) else contents

@@ -10,7 +10,7 @@ import inspect
 import threading
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,8 +26,8 @@ from ...processes.device_transfer import move
 from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
-from ...strategies.precision.base import Precision, parameters
-from ...torch_private import pytree, unscales_in_its_step
+from ...strategies.precision.base import Precision
+from ...torch_private import pytree
 from ...trainer import checkpoint_contents
 from ...trainer.trainer import Trainer
 
@@ -146,38 +146,11 @@ class PrecisionNames(Precision):
         """Return the arguments unchanged, because the strategy converts the model during setup."""
         return model, optimizers, lr_schedulers
 
-    def main_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """Yield an optimizer's parameters."""
-        yield from parameters(optimizer)
-
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip an optimizer's gradients. A ``clip_val`` of 0 does nothing."""
-        if clip_val <= 0:
-            return
-        if self.scaler is not None and unscales_in_its_step(optimizer):
-            raise RuntimeError(
-                f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
-            )
-        by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
-        (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each gradient element."""
-        torch.nn.utils.clip_grad_value_(parameters(optimizer), clip_val)
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the total norm of all gradients."""
-        torch.nn.utils.clip_grad_norm_(parameters(optimizer), clip_val)
-
     def train_step_context(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""
         return self.forward_context()
 
     val_step_context = test_step_context = predict_step_context = train_step_context
-
-    def teardown(self) -> None:
-        """Do nothing."""
 
 
 class AcceleratorNames(Accelerator):

@@ -225,7 +225,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def empty_init_context(self) -> Iterator[None]:
-        with self.precision.init_context(torch.device("meta")), self._noting():
+        with self.precision.creation_context(torch.device("meta")), self._noting():
             yield
 
     def _noting(self) -> AbstractContextManager[Any]:

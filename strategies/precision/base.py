@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...processes.device_transfer import convert
-from ...torch_private import pytree
+from ...torch_private import pytree, unscales_in_its_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -20,12 +20,45 @@ T = TypeVar("T")
 TrueName = Literal["64-true", "16-true", "bf16-true"]
 DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
+#: The methods that take part in clipping; if a subclass overrides one, ``clip_gradients`` replaces the strategy's clip.
+CLIPPING = frozenset(("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params"))
+#: Methods of other frameworks' precisions that are never called, and what to override instead.
+UNCALLED = {
+    "connect": "convert_module or setup_optimizers",
+    "pre_backward": "the module's on_before_backward, or scale_loss",
+    "backward": "the module's backward",
+    "post_backward": "the module's on_after_backward",
+    **dict.fromkeys(
+        ("train_step_context", "val_step_context", "test_step_context", "predict_step_context"), "forward_context"
+    ),
+}
+_CALLED = (
+    "autocast_context_manager",
+    "convert_input",
+    "forward_context",
+    "module_init_context",
+    "optimizer_step",
+    "tensor_init_context",
+)
+
+
+def _is_users(cls: type, name: str) -> bool:
+    """Return True if a class gets a method from a class outside this package."""
+    owner = next((one for one in cls.__mro__ if name in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith(__package__ or "")
+
 
 class Precision:
     """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
     :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
+
+    A subclass of yours may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
+    batch is moved, runs each step in its :meth:`forward_context`, and clips through its :meth:`clip_gradients`.
     """
+
+    #: The methods that your subclass overrides, of those that are otherwise not called.
+    overrides: ClassVar[frozenset[str]] = frozenset()
 
     #: The canonical name, as in ``Trainer(precision=...)``.
     name: str = "32-true"
@@ -38,10 +71,18 @@ class Precision:
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.overrides = frozenset(name for name in (*_CALLED, *CLIPPING, *UNCALLED) if _is_users(cls, name))
+
     @property
     def precision(self) -> str:
         """The name, as in ``Trainer(precision=...)``."""
         return self.name
+
+    @precision.setter
+    def precision(self, name: str) -> None:
+        self.name = name
 
     def use_on(self, device: torch.device) -> None:
         """Set the device to compute on. Called once by the strategy."""
@@ -51,7 +92,20 @@ class Precision:
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         """Return the function that the loop calls in place of ``step``; it may run the step in autocast."""
-        return step
+        return self._in_context(step) if self.has_own_context else step
+
+    def _in_context(self, step: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(step)
+        def in_context(*args: Any, **kwargs: Any) -> T:
+            with self.forward_context():
+                return step(*args, **kwargs)
+
+        return in_context
+
+    @property
+    def has_own_context(self) -> bool:
+        """Whether a subclass outside this package decides the context of a forward pass."""
+        return not self.overrides.isdisjoint(("forward_context", "autocast_context_manager"))
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which :meth:`bind_forward` runs a step, for forward passes outside a step."""
@@ -64,6 +118,16 @@ class Precision:
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
         """Context manager in which new layers are created on ``device``, in this precision's dtype."""
         return device
+
+    def creation_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context in which strategies create layers: :meth:`init_context`, or a subclass's own context."""
+        own = [getattr(self, name) for name in ("module_init_context", "tensor_init_context") if name in self.overrides]
+        return self._created_in(device, own[0]) if own else self.init_context(device)
+
+    @contextmanager
+    def _created_in(self, device: torch.device, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        with device, context():
+            yield
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Like :meth:`init_context`, but on torch's default device."""
@@ -111,6 +175,36 @@ class Precision:
             optimizer.step(closure=closure)
         return True
 
+    def main_params(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Return the parameters whose gradients :meth:`clip_gradients` clips: all parameters of the optimizer."""
+        return iter(parameters(optimizer))
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip an optimizer's gradients; a ``clip_val`` of 0 does nothing.
+
+        The Trainer calls it only if a subclass overrides it, or a method that it calls.
+        """
+        if clip_val <= 0:
+            return
+        if self.scaler is not None and unscales_in_its_step(optimizer):
+            raise RuntimeError(
+                f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
+                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
+            )
+        by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
+        (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each gradient element."""
+        torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the total norm of all gradients."""
+        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def teardown(self) -> None:
+        """Release resources. Called at the end of each run, even after an error."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: the loss scale."""
         return {}
@@ -136,6 +230,8 @@ class TruePrecision(Precision):
         return default_dtype(self.input_dtype or torch.get_default_dtype())
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
+        if self.has_own_context:
+            return self._in_context(step)
         dtype = self.input_dtype or torch.get_default_dtype()
 
         @functools.wraps(step)
@@ -151,7 +247,7 @@ class TruePrecision(Precision):
 
     @contextmanager
     def _init(self, device: torch.device) -> Iterator[None]:
-        with device, self.forward_context():
+        with device, default_dtype(self.input_dtype or torch.get_default_dtype()):
             yield
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:

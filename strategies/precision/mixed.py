@@ -86,12 +86,16 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> AbstractContextManager[Any]:
+        if "autocast_context_manager" in self.overrides:
+            return self.autocast_context_manager()
         kind, cache = self.device or "cpu", self.cache
         if cache is None and self.shards:
             cache = False  # it would hold the whole model in 16 bits
         return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=cache)
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
+        if self.has_own_context:
+            return self._in_context(step)
         context = self.forward_context()
 
         @functools.wraps(step)

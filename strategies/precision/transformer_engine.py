@@ -127,12 +127,7 @@ class TransformerEnginePrecision(MixedPrecision):
             yield
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(step)
-        def in_8_bits(*args: Any, **kwargs: Any) -> T:
-            with self.forward_context():
-                return step(*args, **kwargs)
-
-        return in_8_bits
+        return self._in_context(step)
 
     @functools.cached_property
     def _autocast(self) -> Callable[..., AbstractContextManager[Any]]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.checkpoint import single_file
+from paceline.checkpoint.objects import set_apart
 from paceline.checkpoint.read import read
 from paceline.cli.main import main
 from paceline.strategies import FSDPStrategy
@@ -374,3 +375,15 @@ def test_code_that_cannot_be_imported_is_named(
     answer = said(capsys, "convert", tmp_path / "y.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
     assert "references code that cannot be imported: " in answer
     assert told in answer
+
+
+def test_convert_says_that_a_class_belongs_to_the_script_that_wrote_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("Obj", (), {"__module__": "__main__"})
+    with monkeypatch.context() as script:
+        script.setattr(sys.modules["__main__"], "Obj", kind, raising=False)
+        torch.save(set_apart({"state_dict": {}, "mine": kind(), "paceline": {}}), tmp_path / "x.ckpt")
+    answer = said(capsys, "convert", tmp_path / "x.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
+    assert "references a class of the script that wrote it (" in answer
+    assert "move the class to a module" in answer

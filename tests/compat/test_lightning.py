@@ -597,7 +597,14 @@ mixed, optimizer = MixedPrecision("16-mixed", "cuda:0"), torch.optim.Adam(net.pa
 says(lambda: mixed.clip_gradients(optimizer, 1.0), RuntimeError, "unscales the gradients only inside")
 net.layer(torch.ones(4)).sum().backward()
 MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 0.1, "value")
+called = []
+class Own(MixedPrecision):
+    def convert_input(self, data): called.append("input"); return super().convert_input(data)
+    def clip_gradients(self, *args, **kwargs): called.append("clip"); super().clip_gradients(*args, **kwargs)
 assert float(net.layer.bias.grad) == torch.tensor(0.1).item()
+own = [Own("bf16-mixed", "cpu")]
+pl.Trainer(max_steps=1, plugins=own, gradient_clip_val=1.0, enable_checkpointing=False, **quiet).fit(Net(), loader)
+assert called == ["input", "clip"], called
 plain = SingleDeviceStrategy(device="cpu", accelerator=CPUAccelerator(), checkpoint_io=TorchCheckpointIO())
 plain.save_checkpoint({"state_dict": {}, "x": 1}, "a.ckpt")
 assert plain.load_checkpoint("a.ckpt")["x"] == 1 and not plain.restore_checkpoint_after_setup

@@ -1,7 +1,8 @@
-"""Complex tensors stay complex wherever floating-point ones are converted."""
+"""A subclass's own methods are called, and complex tensors stay complex wherever floating-point ones are converted."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from paceline.big_model.dispatch import attach_layerwise_casting_hooks
 from paceline.compat.accelerate.big_model import set_module_tensor_to_device
 from paceline.estimate.memory_estimate import estimate_memory
 from paceline.processes.device_transfer import convert, in_dtype
+from paceline.strategies import FSDPStrategy
+from paceline.strategies.precision import DoublePrecision, MixedPrecision, Precision
 
 BECOMES = {
     "64-true": (torch.float64, torch.complex128),
@@ -138,3 +141,120 @@ def test_the_kinds() -> None:
     assert convert(layer, torch.float64) is layer
     assert layer.weight is weight
     assert layer.weight.dtype == torch.complex128
+
+
+class Weight(TrainingModule):
+    """Notes the batches that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[float] = []
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(batch))
+        return (self.weight * batch).sum()
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.seen.append(float(batch))
+
+    predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], 0.1)
+
+
+BATCHES = [torch.ones(1, 1)]
+
+
+@pytest.mark.parametrize("base", [Precision, DoublePrecision, MixedPrecision])
+def test_methods_that_a_subclass_overrides_are_called(base: Any) -> None:
+    calls: list[str] = []
+
+    class Own(base):
+        precision = "mine"
+
+        def convert_input(self, data: Any) -> Any:
+            calls.append("input")
+            return super().convert_input(data) * 100
+
+        def forward_context(self) -> AbstractContextManager[Any]:
+            calls.append("context")
+            return super().forward_context()
+
+        def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+            calls.append(f"clip {clip_val} {gradient_clip_algorithm}")
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> bool:
+            calls.append("step")
+            return super().optimizer_step(*args, **kwargs)
+
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            calls.append("module")
+            return super().convert_module(module)
+
+        def module_init_context(self) -> AbstractContextManager[Any]:
+            calls.append("create")
+            return super().module_init_context()
+
+        def teardown(self) -> None:
+            calls.append("teardown")
+
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", logger=False, plugins=[Own()], gradient_clip_val=0.5, enable_checkpointing=False
+    )
+    module = Weight()
+    trainer.fit(module, BATCHES)
+    assert trainer.precision == "mine"
+    assert calls == ["create", "module", "input", "context", "clip 0.5 norm", "step", "teardown"]
+    assert module.weight.item() == pytest.approx(0.95)  # the clipped gradient is 0.5, not 100
+    calls.clear()
+    trainer.validate(module, BATCHES, verbose=False)
+    trainer.predict(module, BATCHES)
+    assert [call for call in calls if call in ("input", "context")] == ["input", "context"] * 2
+    assert module.seen == [100, 100, 100]
+
+
+def test_one_of_the_methods_that_clip_is_enough() -> None:
+    class Own(Precision):
+        def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+            clipped.append(clip_val)
+
+    class Forward(MixedPrecision):
+        def autocast_context_manager(self) -> torch.autocast:
+            clipped.append(0)
+            return super().autocast_context_manager()
+
+    clipped: list[float] = []
+    for own in (Own(), Forward("bf16-mixed")):
+        trainer = Trainer(
+            max_steps=1,
+            accelerator="cpu",
+            logger=False,
+            plugins=[own],
+            gradient_clip_val=0.5,
+            gradient_clip_algorithm="value",
+            enable_checkpointing=False,
+        )
+        trainer.fit(Weight(), BATCHES)
+    assert clipped == [0.5, 0]
+
+
+def test_a_method_that_would_not_be_called_is_refused_at_construction() -> None:
+    def with_method(name: str, method: Any = lambda self, *_: None) -> Precision:
+        return type("Own", (Precision,), {name: method})()
+
+    for name in ("pre_backward", "backward", "post_backward", "train_step_context", "predict_step_context", "connect"):
+        with pytest.raises(TypeError, match=f"Own overrides {name}, which is never called. Override "):
+            Trainer(accelerator="cpu", plugins=[with_method(name)])
+    stepping = with_method("optimizer_step", lambda self, optimizer, model, closure: closure())
+    with pytest.raises(TypeError, match=r"Own.optimizer_step takes a model, .* override the module's optimizer_step"):
+        Trainer(accelerator="cpu", plugins=[stepping])
+    with pytest.raises(TypeError, match="Own overrides clip_gradients, which FSDPStrategy never calls"):
+        Trainer(strategy=FSDPStrategy(with_method("clip_gradients")), accelerator="cpu")
+    with pytest.raises(ValueError, match="Own overrides 'clip_gradients', which would have to run in the middle"):
+        Trainer(accelerator="cpu", plugins=[with_method("clip_gradients")], compile="step")
