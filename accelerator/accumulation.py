@@ -174,6 +174,11 @@ class GradientState:
         return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
+    def initialized(self) -> bool:
+        """Always True, because an Accelerator creates its state itself."""
+        return True
+
+    @property
     def is_xla_gradients_synced(self) -> bool:
         """Always False, because XLA is not supported."""
         return False

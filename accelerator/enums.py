@@ -87,10 +87,11 @@ class DistributedType(Word):
     MULTI_GPU = "MULTI_GPU"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
-    # Not supported, but programs compare against these values.
+    # Several processes on other kinds of device; XLA means TPUs.
     MULTI_NPU, MULTI_MLU, MULTI_SDAA, MULTI_MUSA = "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"
-    MULTI_XPU, MULTI_HPU, MULTI_NEURON = "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"
-    XLA, MEGATRON_LM = "XLA", "MEGATRON_LM"
+    MULTI_XPU, MULTI_HPU, MULTI_NEURON, XLA = "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA"
+    # Not supported, but programs compare against this value.
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 class PrecisionType(Word):

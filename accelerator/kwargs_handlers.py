@@ -316,6 +316,10 @@ class TERecipeKwargs(KwargsHandler):
         amax_compute_algo: ``"most_recent"``, or ``"max"`` of the history.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
             are not in 8 bits; none in TransformerEngine 1.12 and newer.
+        use_mxfp8_block_scaling: not supported.
+
+    Raises:
+        NotImplementedError: ``use_mxfp8_block_scaling`` is set.
     """
 
     use_autocast_during_eval: bool = False
@@ -325,11 +329,19 @@ class TERecipeKwargs(KwargsHandler):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    use_mxfp8_block_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_mxfp8_block_scaling:
+            raise NotImplementedError(
+                "TERecipeKwargs(use_mxfp8_block_scaling=True) is not supported: Paceline scales whole tensors "
+                "(DelayedScaling), not blocks. Leave it out."
+            )
 
     def precision(self, kind: str) -> TransformerEnginePrecision:
         """Return the precision for a kind of device."""
         recipe = self.to_dict()
-        del recipe["use_autocast_during_eval"]
+        del recipe["use_autocast_during_eval"], recipe["use_mxfp8_block_scaling"]
         for name in ("interval", "override_linear_precision"):  # newer versions of the package do not have them
             if recipe[name] == getattr(TERecipeKwargs, name):
                 del recipe[name]

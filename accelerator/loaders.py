@@ -151,8 +151,12 @@ class PreparedLoader(DataLoader[Any]):
         return getattr(vars(self)["base"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
-        if name in own or name in vars(PreparedLoader):
+        own, inherited = vars(self), getattr(type(self), name, None)
+        if (
+            name in own
+            or name in vars(PreparedLoader)
+            or (isinstance(inherited, property) and not hasattr(DataLoader, name))
+        ):
             object.__setattr__(self, name, value)
             return
         setattr(own["base"], name, value)
@@ -424,32 +428,34 @@ class PreparedLoader(DataLoader[Any]):
             "random": None if current is None else host_random_states(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a position from :meth:`state_dict`: the next pass is the rest of the saved one.
 
         If nothing is left of the saved pass, the next pass is the following epoch. If the number of processes or the
         batch size has changed, the loader resumes at the same sample.
         """
         place, own = self._place, vars(self)
-        own["derived"], done = "", state["batches"]
-        saved, now = state["batch_samples"], self.total_batch_size
+        own["derived"], done = "", state_dict["batches"]
+        saved, now = state_dict["batch_samples"], self.total_batch_size
         if saved is None or now is None:  # assume the same batch size
-            saved, now = state["ranks"], self.strategy.num_data_ranks
+            saved, now = state_dict["ranks"], self.strategy.num_data_ranks
         if saved != now and done:
             done, left = divmod(done * saved, now)
             again = "; samples that do not fill a batch are read again" if left else ""
             own["derived"] = (
-                f"the position, batch {done} of the epoch (batch {state['batches']} in the saved run){again}"
+                f"the position, batch {done} of the epoch (batch {state_dict['batches']} in the saved run){again}"
             )
-        if self.seed is not None and state["seed"] is not None:
-            own["seed"] = state["seed"]
+        if self.seed is not None and state_dict["seed"] is not None:
+            own["seed"] = state_dict["seed"]
         length, place.current, place.left_out = length_of(self._source), None, None
-        if not state["under_way"]:
-            place.epoch, place.resume = state["epoch"], None
-            load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
+        if not state_dict["under_way"]:
+            place.epoch, place.resume = state_dict["epoch"], None
+            load_loader_state(self._order, state_dict["loader"], same_ranks=self._is_mine(state_dict))
             return
-        last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
-        place.resume = LoadedPosition({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        last = state_dict.get("last", state_dict["ended"]) or (length is not None and done >= min(length, self._limit))
+        place.resume = LoadedPosition(
+            {**state_dict, "batches": done, "batch_samples": self.total_batch_size, "last": last}
+        )
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
@@ -536,21 +542,21 @@ def refuse_slice_fn(where: str, loader: PreparedLoader, **given: Any) -> None:
     messages.ignored(where, "every process reads its own batches", **given)
 
 
-def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader that skips the first ``num_batches`` batches of each pass.
 
-    The returned loader shares its epoch count with ``loader``: after one pass over it, ``loader`` continues with the
-    next epoch. Batches that ``load_state`` has already skipped are not skipped again.
+    The returned loader shares its epoch count with ``dataloader``: after one pass over it, ``dataloader`` continues
+    with the next epoch. Batches that ``load_state`` has already skipped are not skipped again.
 
     Raises:
         ValueError: ``num_batches`` is negative.
     """
     if num_batches < 0:
         raise ValueError(f"skip_first_batches: num_batches={num_batches} is negative. Pass 0 or more.")
-    if not isinstance(loader, PreparedLoader):
-        loader = PreparedLoader(loader, Strategy(), DataLoaderConfiguration())
-    skipping = object.__new__(type(loader))
-    vars(skipping).update(vars(loader), _skip=num_batches, _batch=None)
+    if not isinstance(dataloader, PreparedLoader):
+        dataloader = PreparedLoader(dataloader, Strategy(), DataLoaderConfiguration())
+    skipping = object.__new__(type(dataloader))
+    vars(skipping).update(vars(dataloader), _skip=num_batches, _batch=None)
     return skipping
 
 

@@ -15,26 +15,26 @@ from ..devices.kinds import kind_of
 from ..processes.device_transfer import in_mapping_type, move
 
 
-def is_torch_tensor(value: Any) -> bool:
-    """Return True if the value is a tensor."""
-    return isinstance(value, Tensor)
+def is_torch_tensor(tensor: Any) -> bool:
+    """Return True if a value is a tensor."""
+    return isinstance(tensor, Tensor)
 
 
-def is_namedtuple(value: Any) -> bool:
-    """Return True if the value is a named tuple."""
-    return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
+def is_namedtuple(data: Any) -> bool:
+    """Return True if a value is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
-def listify(value: Any) -> Any:
+def listify(data: Any) -> Any:
     """Convert tensors to (nested) lists of numbers."""
-    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), value)
+    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
-def honor_type(original: Any, values: Any) -> Any:
-    """Convert ``values`` to the sequence type of ``original``, which may be a named tuple."""
-    if is_namedtuple(original):
-        return type(original)(*values)
-    return type(original)(values)
+def honor_type(obj: Any, generator: Any) -> Any:
+    """Convert the values of ``generator`` to the sequence type of ``obj``, which may be a named tuple."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
 
 
 def honor_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -243,6 +243,34 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         sync_module_states, cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
     """
 
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Set ``mixed_precision_policy`` if it is None, or with ``override`` in any case.
+
+        Args:
+            mixed_precision: ``"bf16"``, ``"fp16"`` or a dtype.
+            buffer_autocast: has no effect, because FSDP2 does not convert buffers.
+            override: whether to replace a policy.
+
+        Raises:
+            ValueError: the dtype is unknown.
+        """
+        messages.ignored(
+            "set_mixed_precision", "FSDP2 does not convert buffers", False, buffer_autocast=buffer_autocast
+        )
+        if override or self.mixed_precision_policy is None:
+            replace(self, mixed_precision_policy=mixed_precision).options()
+            self.mixed_precision_policy = mixed_precision
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set ``state_dict_type``; an Accelerator that already exists keeps the format of its checkpoints.
+
+        Raises:
+            ValueError: the type is unknown.
+        """
+        if state_dict_type is not None:
+            replace(self, state_dict_type=state_dict_type).options()
+            self.state_dict_type = state_dict_type
+
 
 class DeepSpeedPlugin(DeepSpeedSettings):
     """Settings for DeepSpeed ZeRO.

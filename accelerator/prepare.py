@@ -60,6 +60,7 @@ class Prepared:
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         optimizer_kind: class of the prepared optimizers.
+        scheduler_kind: class of the prepared schedulers.
         errors: explains errors in the models and optimizers.
     """
 
@@ -80,7 +81,8 @@ class Prepared:
     loaders: list[PreparedLoader] = field(default_factory=list)
     seed: int | None = None
     loader_kind: Callable[..., PreparedLoader] = PreparedLoader
-    optimizer_kind: type[AcceleratedOptimizer] = AcceleratedOptimizer
+    optimizer_kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
+    scheduler_kind: Callable[..., AcceleratedScheduler] = AcceleratedScheduler
 
     def __post_init__(self) -> None:
         self._connect()
@@ -282,7 +284,7 @@ class Prepared:
                 f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it advances with all prepared "
                 "optimizers. Pass its optimizer to prepare as well."
             )
-        wrapper = AcceleratedScheduler(
+        wrapper = self.scheduler_kind(
             scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times
         )
         self.schedulers.append(wrapper)

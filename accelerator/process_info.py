@@ -149,6 +149,7 @@ def type_of(strategy: Strategy) -> DistributedType:
         return DistributedType.FSDP
     if strategy.world_size == 1:
         return DistributedType.NO
-    if strategy.device.type == "cuda":
-        return DistributedType.MULTI_GPU
-    return DistributedType.__members__.get(f"MULTI_{strategy.device.type.upper()}", DistributedType.MULTI_CPU)
+    kind = strategy.device.type
+    named = {"cuda": DistributedType.MULTI_GPU, "tpu": DistributedType.XLA}
+    # As in Accelerate, MPS and devices that have no name of their own count as CPUs.
+    return named.get(kind) or DistributedType.__members__.get(f"MULTI_{kind.upper()}", DistributedType.MULTI_CPU)

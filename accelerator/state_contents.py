@@ -142,6 +142,7 @@ class Contents:
         return {
             "rank": strategy.global_rank,
             "data_rank": strategy.data_rank,
+            "device": strategy.device.type,
             "loaders": [loader.state_dict() for loader in self.prepared.loaders],
             **self.windows.gather(),
             "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
@@ -359,6 +360,7 @@ class Restored:
     def _load_random(self) -> None:
         """Restore RNG states; must come last, because all earlier steps may draw random numbers."""
         strategy = self.strategy
+        seed.warn_of_other_device(self.ranks[0].get("device"), strategy.device.type)
         if self.own is not None:
             seed.set_random_states(self.own["random"])
         else:

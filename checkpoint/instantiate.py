@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
+from types import FrameType
 from typing import Any, TypeVar
 
 from .. import messages
@@ -54,12 +57,6 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
         )
     from jsonargparse import ArgumentError, ArgumentParser
 
-    for name in _class_paths(hyperparameters):
-        if _imported(name) is None:
-            raise ValueError(
-                f"The hyperparameters name the class {name!r}, which has not been imported. Loading a file never "
-                "imports code, so import the class before you load the file."
-            )
     arguments = {name: value for name, value in hyperparameters.items() if name not in COMMAND_LINE_KEYS}
     parser = ArgumentParser(exit_on_error=False)
     path = hyperparameters.get("_class_path")
@@ -74,11 +71,62 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
         with parsed_hyperparameters(class_type, hyperparameters):
             return class_type(*args, **kwargs)
 
+    with importing_nothing(hyperparameters):
+        try:
+            parsed = parser.parse_object({"made": config})
+        except ArgumentError as error:
+            what = path or cls.__name__
+            raise ValueError(f"The hyperparameters in the checkpoint do not fit {what}: {error}") from error
+        return parser.instantiate(parsed, instantiators=[(make, target, False)]).made
+
+
+@contextmanager
+def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager for parsing a file's hyperparameters: nothing that they name is imported.
+
+    Raises:
+        ValueError: they name something that the program has not imported.
+    """
+    for name in _class_paths(hyperparameters):
+        if _imported(name) is None:
+            raise _not_imported(name)
+    guard = _Guard()
+    sys.meta_path.insert(0, guard)
     try:
-        parsed = parser.parse_object({"made": config})
-    except ArgumentError as error:
-        raise ValueError(f"The hyperparameters in the checkpoint do not fit {path or cls.__name__}: {error}") from error
-    return parser.instantiate(parsed, instantiators=[(make, target, False)]).made
+        yield
+    except (ValueError, ModuleNotFoundError, SystemExit) as error:
+        if guard.refused:
+            raise _not_imported(guard.refused[0]) from error
+        raise
+    finally:
+        sys.meta_path.remove(guard)
+
+
+def _not_imported(name: str) -> ValueError:
+    return ValueError(
+        f"The hyperparameters name {name!r}, which has not been imported. Loading a file never imports code, so "
+        "import it before you load the file, or name the class on the command line too."
+    )
+
+
+class _Guard:
+    """Refuses this thread's imports of modules that jsonargparse takes from a value; its own imports go on."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(("importlib", "_frozen_importlib")):
+            frame = frame.f_back
+        if frame is None or threading.get_ident() != self._thread:
+            return
+        importer, root = str(frame.f_globals.get("__name__")), name.partition(".")[0]
+        written = root == "jsonargparse" or root in (*frame.f_code.co_names, *frame.f_code.co_consts)
+        if importer.partition(".")[0] == "jsonargparse" and not written:
+            self.refused.append(name)
+            raise ModuleNotFoundError(f"{name!r} has not been imported", name=name)
 
 
 def _imported(path: str) -> Any:

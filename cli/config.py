@@ -103,8 +103,8 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """Return the default settings for this machine."""
-    from torch import cuda
+    from ..processes.devices import find_best
 
-    gpus = cuda.device_count()
-    several = {"multi_gpu": True} if gpus > 1 else {}
-    return {"num_processes": max(gpus, 1), **several, **{name: SETTINGS[name].default for name in USUAL}}
+    kind, present = find_best()
+    several = {"tpu" if kind == "tpu" else "multi_gpu": True} if present > 1 else {}
+    return {"num_processes": max(present, 1), **several, **{name: SETTINGS[name].default for name in USUAL}}

@@ -19,9 +19,6 @@ from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
 from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
-#: What messages call the devices of a kind.
-_TITLES = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl, and gloo for CPU tensors", "tpu": "tpu_dist, and gloo for CPU tensors"}
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
 #: Variable that torch elastic always sets for a process that it starts, then all variables that it may set.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -183,6 +180,7 @@ def _plan(settings: Settings) -> _LaunchPlan:
     variables = _visible(settings)
     os.environ.update(variables)
     kind, present = _devices(settings)
+    _check_gpu_ids(settings, kind)
     local, why = _processes(settings, kind, present)
     threads, more = _threads(settings, local)
     binds_gpus, binding, bound = _binding(settings, kind, local)
@@ -198,37 +196,83 @@ def _devices(settings: Settings) -> tuple[str, int]:
             f"{settings.origin('tpu').where} and {settings.origin('cpu').where} cannot be used together. Remove one of "
             "them."
         )
-    gpus = 0 if settings["cpu"] or settings["tpu"] else _count_gpus()
-    _check_multi_gpu(settings, gpus)
-    if gpus or settings["cpu"]:
-        return ("cuda", gpus) if gpus else ("cpu", 0)
-    tpus = _count_tpus()
-    if settings["tpu"] and not tpus:
+    kind, present = ("cpu", 0) if settings["cpu"] else ("tpu", _count_tpus()) if settings["tpu"] else _find_best()
+    _check_multi_gpu(settings, 0 if kind == "tpu" else present)
+    if settings["tpu"] and not present:
         raise RuntimeError(
             f"{settings.origin('tpu').where} needs a TPU, but "
             f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
             "machine with a TPU and torch_tpu, or remove it to use the best device of this machine."
         )
-    return ("tpu", tpus) if tpus else ("cpu", 0)
+    return kind, present
 
 
 def _visible(settings: Settings) -> dict[str, str]:
     """Return the environment variables that select the visible GPUs."""
-    ids = settings["gpu_ids"]
     if settings["cpu"]:
         return {"CUDA_VISIBLE_DEVICES": ""}
-    return {} if ids in (None, "all") else {"CUDA_VISIBLE_DEVICES": ids.replace(" ", "")}
+    ids = _gpu_ids(settings)
+    if ids is None:
+        return {}
+    from ..devices.kinds import accelerators
+
+    variables = [kind.visible_variable for kind in accelerators() if not kind.one_per_process]
+    return {name: ids for name in variables if name is not None}
 
 
-def _count_gpus() -> int:
-    """Return the number of GPUs that torch sees, without importing torch if the system shows none."""
-    if sys.platform == "linux" and not any(map(_is_gpu, Path("/dev").iterdir())):
-        return 0
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or sys.platform == "darwin":
-        return 0
-    from ..processes.devices import count
+def _gpu_ids(settings: Settings) -> str | None:
+    ids = settings["gpu_ids"]
+    return None if ids in (None, "all") else ids.replace(" ", "")
 
-    return count("cuda")
+
+def _check_gpu_ids(settings: Settings, kind: str) -> None:
+    """Warn if ``gpu_ids`` selects nothing."""
+    if _gpu_ids(settings) is None:
+        return
+    if kind == "cpu":
+        why = _why_no_gpu(settings)
+    elif kind == "tpu" or _visible_variable(kind) is None:
+        why = f"it cannot select {_title(kind)}s"
+    else:
+        return
+    messages.warn(f"paceline launch: {settings.origin('gpu_ids').where} has no effect: {why}.")
+
+
+def _title(kind: str) -> str:
+    """Return what messages call a device of a kind."""
+    from ..devices.kinds import kind_of
+
+    return "GPU" if kind == "cuda" else kind_of(kind).title
+
+
+def _visible_variable(kind: str) -> str | None:
+    from ..devices.kinds import kind_of
+
+    return kind_of(kind).visible_variable
+
+
+def _selected(kind: str) -> str:
+    """Return the variable that selects the visible devices of a kind, with its value, in parentheses, if it is set."""
+    variable = _visible_variable(kind)
+    value = None if variable is None else os.environ.get(variable)
+    return "" if value is None else f" ({variable}={value})"
+
+
+def _find_best() -> tuple[str, int]:
+    """Return the best kind of device that torch sees, and how many, without importing torch if there can be none."""
+    if "torch" not in sys.modules and not _may_have_devices():
+        return "cpu", 0
+    from ..processes.devices import find_best
+
+    return find_best()
+
+
+def _may_have_devices() -> bool:
+    if sys.platform != "linux" or _has_torch_tpu() or any(map(_is_gpu, Path("/dev").iterdir())):
+        return True
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends"))  # packages that torch imports, which add a kind of device
 
 
 def _has_torch_tpu() -> bool:
@@ -246,15 +290,13 @@ def _count_tpus() -> int:
 
 def _is_gpu(device: Path) -> bool:
     name = device.name
-    return name in ("kfd", "dxg") or (name.startswith("nv") and not name.startswith(("nvme", "nvram")))
+    return name in ("kfd", "dxg", "dri") or (name.startswith("nv") and not name.startswith(("nvme", "nvram")))
 
 
 def _check_multi_gpu(settings: Settings, gpus: int) -> None:
     if not settings["multi_gpu"] or gpus * settings["num_machines"] > 1:
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{shown}"
+    why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{_selected('cuda')}"
     raise ValueError(
         f"{settings.origin('multi_gpu').where} needs at least 2 GPUs, but {why}. Remove it, or use --cpu "
         "--num_processes 2 for two processes on the CPU."
@@ -265,7 +307,7 @@ def _processes(settings: Settings, kind: str, present: int) -> tuple[int, str]:
     """Return the number of processes on this machine, and where that number comes from."""
     asked, machines = settings["num_processes"], settings["num_machines"]
     if asked is None:
-        why = f"one for each visible {_TITLES[kind]}" if present else _why_no_gpu(settings)
+        why = f"one for each visible {_title(kind)}" if present else _why_no_gpu(settings)
         return max(present, 1), why
     where = settings.origin("num_processes").where
     if asked % machines:
@@ -275,11 +317,9 @@ def _processes(settings: Settings, kind: str, present: int) -> tuple[int, str]:
         )
     local = asked // machines
     if present and local > present:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if kind == "cuda" else None
         raise ValueError(
-            f"{where} needs {local} {_TITLES[kind]}s on this machine, but torch sees {present}"
-            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Use at most {present} processes "
-            "per machine, or add --cpu to run them on the CPU."
+            f"{where} needs {local} {_title(kind)}s on this machine, but torch sees {present}{_selected(kind)}. Use at "
+            f"most {present} process{'es' * (present > 1)} per machine, or add --cpu to run them on the CPU."
         )
     return local, f"{where}{'' if present else '; ' + _why_no_gpu(settings)}"
 
@@ -326,6 +366,14 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
     return False, f"each process on the cores of one of {found} nodes ({where})", {BIND: str(folder)}
 
 
+def _backends(kind: str) -> str:
+    """Return what the processes communicate over."""
+    from ..devices.kinds import kind_of
+
+    backend = kind_of(kind).collective_backend()
+    return backend if backend == "gloo" else f"{backend}, and gloo for CPU tensors"
+
+
 class _Announcement:
     """Reports, once, what the launcher chose and why."""
 
@@ -337,13 +385,13 @@ class _Announcement:
         if self.quiet:
             return
         plan, count = self.plan, self.plan.num_processes
-        device = "the CPU" if plan.kind == "cpu" else f"{_TITLES[plan.kind]}s"
+        device = "the CPU" if plan.kind == "cpu" else f"{_title(plan.kind)}s"
         parts = [f"{count} process{'es' * (count > 1)} on {device} ({plan.why})"]
         if plan.num_machines > 1:
             rank = self.settings["machine_rank"]
             parts[0] += f", machine {rank} of {plan.num_machines}"
         if not plan.is_one:
-            parts.append(f"backend {_BACKENDS[plan.kind]}")
+            parts.append(f"backend {_backends(plan.kind)}")
         parts.append(plan.threads)
         if port is not None:
             origin = self.settings.origin("main_process_port")

@@ -321,7 +321,8 @@ class TrainerCLI:
             saved = {"init_args": saved}
         before = self.config
         try:
-            self.config = self.parser.parse_object({str(self.subcommand): {"model": saved}}, before)
+            with instantiate.importing_nothing(saved):
+                self.config = self.parser.parse_object({str(self.subcommand): {"model": saved}}, before)
         except SystemExit:
             messages.error(
                 f"Parsing of ckpt_path hyperparameters failed: the hyperparameters in {str(path)!r} are not arguments "

@@ -154,13 +154,18 @@ class Batches:
         if not count or isinstance(self._loader, (Sequence, Shard)):
             next(islice(source, count, count), None)
             return
+        advice = (
+            "A map-style dataset can. To resume from a checkpoint, so can a loader (or, without workers, an iterable "
+            "dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader."
+        )
+        if callable(getattr(self._loader, "state_dict", None)):
+            advice = "It can resume only at a position that it saved itself, and none was saved for this pass."
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
             f"To start after batch {count} of the epoch, {count} batches were loaded and discarded in "
             f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
-            "A map-style dataset can. To resume from a checkpoint, so can a loader (or, without workers, an iterable "
-            "dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
+            f"{advice}",
             key="batches thrown away",
         )
 

@@ -471,7 +471,7 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
 
 
 def _tell_other_loader(loader: Any) -> None:
-    dataset = loader.dataset
+    dataset = getattr(loader.dataset, "whole_dataset", loader.dataset)  # a rank's stream stands for the user's
     package = dataset.state_dict.__module__.partition(".")[0]
     messages.warn_once(
         f"A {type(dataset).__name__} of {package!r} can save its position only in the loader of its package, but is "

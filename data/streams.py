@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 #: Attributes in which datasets keep their number of ranks (Hugging Face, LitData and Mosaic), and its name in there.
@@ -52,18 +51,14 @@ def saves_position(thing: Any) -> bool:
 def needs_counts(dataset: Any) -> bool:
     """Return True if a dataset's ``state_dict`` needs arguments, which only the loader of its own package knows."""
     state_dict = getattr(dataset, "state_dict", None)
-    return callable(state_dict) and _has_required(getattr(state_dict, "__func__", state_dict))
-
-
-@lru_cache(maxsize=64)
-def _has_required(function: Callable[..., Any]) -> bool:
+    if not callable(state_dict):
+        return False
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(state_dict).parameters.values()
     except (TypeError, ValueError):  # written in C
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
-    return any(one.name != "self" for one in required)
+    return any(one.default is one.empty and one.kind in positional for one in parameters)
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:

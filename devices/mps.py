@@ -32,7 +32,7 @@ class MPS(DeviceKind):
         return torch.mps.recommended_max_memory()
 
     def free_memory(self, device: torch.device | int | str) -> int | None:
-        return torch.mps.recommended_max_memory()
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
 
     def allocated_memory(self, device: torch.device | None = None) -> int:
         return torch.mps.current_allocated_memory()

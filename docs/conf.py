@@ -21,9 +21,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "fences",
-    "heads",
     "reference",
     "sources",
+    "surroundings",
 ]
 exclude_patterns = ["site", "static", "pictures"]
 

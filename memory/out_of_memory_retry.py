@@ -30,11 +30,11 @@ _ERROR_TEXTS = re.compile(
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(exception: BaseException) -> bool:
     """Return True if an error says that a device or the host is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(exception, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _ERROR_TEXTS.search(str(error)) is not None
+    return isinstance(exception, RuntimeError) and _ERROR_TEXTS.search(str(exception)) is not None
 
 
 _ACCUMULATE = ("accumulate_grad_batches", "gradient_accumulation_steps")

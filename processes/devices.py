@@ -34,6 +34,12 @@ def count(kind: str) -> int:
     return num_cuda_devices() if kind == CUDA_KIND.name else kind_of(kind).count()
 
 
+def find_best() -> tuple[str, int]:
+    """Return the best kind of device that this process sees, and how many of them; the CPU and 0 if there is none."""
+    found = ((kind.name, count(kind.name)) for kind in accelerators())
+    return next((one for one in found if one[1]), ("cpu", 0))
+
+
 def available_memory() -> int:
     """Return how many bytes of host memory this process can still allocate within its cgroup's limit."""
     give_back_memory()

@@ -25,6 +25,8 @@ _OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
 _MAX_SEED = 2**32 - 1
 #: Entries of random_states() that are not devices.
 _HOST = ("python", "torch", "numpy")
+#: Key of the warnings that random numbers differ after a resume, of which one is enough.
+_DIFFER = "random numbers differ"
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -151,7 +153,23 @@ def set_random_states(states: dict[str, Any]) -> None:
         messages.warn_once(
             f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored "
             "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
-            "the saved run. Import numpy before fit, or use the same number of devices."
+            "the saved run. Import numpy before fit, or use the same number of devices.",
+            key=_DIFFER,
+        )
+
+
+def warn_of_other_device(saved: str | None, present: str) -> None:
+    """Warn that a resumed run draws other random numbers, if its kind of device is not the saved run's.
+
+    Args:
+        saved: the kind of the saved run's device; None if the checkpoint does not say it.
+        present: the kind of this run's device.
+    """
+    if saved not in (None, present):
+        messages.warn_once(
+            f"The saved run used the device {saved!r}, and this run uses {present!r}. Each kind of device has its own "
+            f"random numbers, so they will differ from those of the saved run. Resume on {saved!r} to get the same.",
+            key=_DIFFER,
         )
 
 

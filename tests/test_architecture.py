@@ -323,6 +323,8 @@ REPEATED = {
     "GradientState": "the stand-in's",
     "ParallelismConfig": "the stand-in's",
     "ThroughputMonitor": "Lightning's callback, and Fabric's helper",
+    "AcceleratedOptimizer": "the stand-in's",
+    "AcceleratedScheduler": "the stand-in's",
     "TorchDynamoPlugin": "the stand-in's",
 }
 
@@ -661,16 +663,57 @@ def test_the_private_of_torch_is_found(look: Callable[[ast.AST], Iterator[str]],
     assert list(look(ast.parse(text)))
 
 
-#: Devices that only their own file under devices/ may ask.
-DEVICE_MODULE = re.compile(r"torch\.(cuda|xpu|mps)\b|backends\.(mps|cuda)\.is_available")
+#: Kinds of device, whose modules in torch only their own file under devices/ may use.
+KINDS_OF_DEVICE = {"cuda", "xpu", "mps", "tpu"}
 
 
-def test_only_the_files_of_devices_name_torchs_modules_of_a_kind_of_device() -> None:
-    lines = [(path, number, line) for path in FILES for number, line in enumerate(path.read_text().splitlines(), 1)]
-    found = {
-        path.relative_to(ROOT).as_posix(): f"line {number}: {line.strip()}"
-        for path, number, line in lines
-        if DEVICE_MODULE.search(line) and path.parent.name != "devices"
-    }
-    assert not found
-    assert {path.stem for path, _, line in lines if "torch.cuda" in line} == {"cuda"}
+def device_modules(tree: ast.AST) -> Iterator[str]:
+    """Where a file uses torch's module of a kind of device, under any name."""
+    torches = {"torch", "torch.backends"}  # the names under which the file knows torch and torch.backends
+    for node in nodes(tree):
+        if isinstance(node, ast.Import):
+            torches |= {one.asname for one in node.names if one.asname and one.name in ("torch", "torch.backends")}
+            yield from (f"{node.lineno}: {one.name}" for one in node.names if is_of_device(one.name.split(".")))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = (node.module or "").split(".")
+            torches |= {one.asname or one.name for one in node.names if [*module, one.name] == ["torch", "backends"]}
+            names = [[*module, one.name] for one in node.names]
+            yield from (f"{node.lineno}: {'.'.join(name)}" for name in names if is_of_device(name))
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and node.attr in KINDS_OF_DEVICE and ast.unparse(node.value) in torches:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and node.args:
+            called, words = ast.unparse(node.func), [one.value for one in node.args if isinstance(one, ast.Constant)]
+            asks = called in READS and ast.unparse(node.args[0]) in torches and KINDS_OF_DEVICE & {*words}
+            if asks or called.rpartition(".")[2] == "get_device_module":
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def is_of_device(name: list[str]) -> bool:
+    """Return True for the name of a module like torch.cuda, or of something in it."""
+    return name[0] == "torch" and bool(KINDS_OF_DEVICE & {*name[1:3]}) and name[1] != "version"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch import cuda",
+        "import torch as t\nt.cuda.is_available()",
+        "import torch\ntorch.get_device_module('cuda')",
+        "import torch\ngetattr(torch, 'mps')",
+        "from torch.cuda import amp",
+        "import torch.xpu as x",
+        "from torch.backends import mps",
+        "from torch import backends\nbackends.cuda.is_built()",
+    ],
+)
+def test_a_module_of_a_kind_of_device_is_found_under_any_name(text: str) -> None:
+    assert [*device_modules(ast.parse(text))]
+
+
+def test_only_the_files_of_devices_use_torchs_modules_of_a_kind_of_device() -> None:
+    assert not [
+        f"{path}:{found}" for path in FILES if path.parent.name != "devices" for found in device_modules(TREES[path])
+    ]
+    cuda = {path.stem for path in FILES if any("torch.cuda" in found for found in device_modules(TREES[path]))}
+    assert cuda == {"cuda"}

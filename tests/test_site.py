@@ -147,6 +147,52 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
     assert 'class="search"><li' in seen
 
 
+#: What readers search, and the page that should be among the first three results.
+SEARCHED = {
+    "nan loss": "howto/diverging_run",
+    "out of memory": "howto/model_too_large",
+    "write callback": "howto/callback",
+    "tensorboard": "loggers",
+    "torch 2.15": "versions",
+    "install": "first_fit",
+    "pip": "first_fit",
+    "own loop": "own_loop",
+    "GAN": "optimization",
+    "bf16": "precision",
+    "overhead": "figures",
+    "launch options": "reference/commands",
+    "ModelCheckpoint": "reference/callbacks",
+}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_first_results_of_a_search_have_the_page_that_answers_it(site: Path, tmp_path: Path) -> None:
+    scripts = ("_static/doctools.js", "_static/searchtools.js", "_static/language_data.js", "searchindex.js")
+    loaded = "".join(f'<script src="{(site / name).as_uri()}"></script>' for name in scripts)
+    (tmp_path / "searches.html").write_text(f"""<html><body><input name="q">
+        <script>const DOCUMENTATION_OPTIONS = {{}}, SPHINX_HIGHLIGHT_ENABLED = false;</script>{loaded}
+        <script>
+        const first = (query) => {{
+          document.querySelector("input").value = query;
+          return Search._performSearch(...Search._parseQuery(query)).slice(-3).map((result) => result[0]);
+        }};
+        const found = Object.fromEntries({json.dumps(list(SEARCHED))}.map((query) => [query, first(query)]));
+        document.body.append("FOUND" + JSON.stringify(found) + "END");
+        </script></body></html>""")
+    seen = re.search(r"FOUND(.*)END</body>", opened((tmp_path / "searches.html").as_uri(), tmp_path))
+    assert seen, "the search of the site ran"
+    found = json.loads(seen[1])
+    assert not {query: found[query] for query, page in SEARCHED.items() if page not in found[query]}
+
+
+def test_tables_call_pages_what_the_sidebar_calls_them() -> None:
+    for name in ("guides", "learn", "tutorial", "howto/index", "migrate/index"):
+        page = ROOT / "docs" / f"{name}.md"
+        for title, target in re.findall(r"^\| \[(.*?)\]\((\S+[.]md)\) \|", page.read_text(), re.M):
+            head = (page.parent / target).read_text().partition("\n")[0]
+            assert head == f"# {title}", f"{name}: {target}"
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_the_plots_the_bar_and_the_report_of_notebooks(site: Path, tmp_path: Path) -> None:
     first = opened(f"{site.as_uri()}/notebooks/first_fit.html", tmp_path)

@@ -35,6 +35,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     kept: dict[str, Any] = {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
+        "device": strategy.device.type,
         "random": seed.random_states(),
         "metrics": [] if over else running_metrics.logged(metrics, module),
         "torchmetrics": running_metrics.measured(metrics, module),
@@ -153,6 +154,8 @@ class Resumed:
 
     def _tell(self) -> None:
         """Report, in one message, the values that were derived instead of restored."""
+        if self._random:
+            seed.warn_of_other_device(self.ranks[0].get("device"), self.run.strategy.device.type)
         world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:

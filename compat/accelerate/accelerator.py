@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ... import messages
 from ...accelerator import accelerator
-from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...accelerator.state_folders import Folders
 from ...checkpoint.storage import Location
@@ -21,21 +20,7 @@ from .gradient_state import newest_is
 from .loader_classes import prepared
 from .loaders import DataLoaderShard
 from .processes import tell_scale
-
-
-class _Optimizer(AcceleratedOptimizer):
-    """A prepared optimizer that says when it keeps gradients that Accelerate would clear."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        state = self._state_of_gradients
-        if state.sync_gradients and state.window.count and not state.window.cleared:
-            messages.info_once(
-                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
-                "gradients of the earlier micro-batches; Accelerate clears them. Losses differ from Accelerate's from "
-                "here on.",
-                key="gradients are kept",
-            )
+from .wrappers import prepared_optimizer, prepared_scheduler
 
 
 class _Folders(Folders):
@@ -56,17 +41,25 @@ class Accelerator(accelerator.Accelerator):
     """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
 
     @functools.wraps(accelerator.Accelerator.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, torch_tp_plugin: Any = None, **kwargs: Any) -> None:
+        if torch_tp_plugin is not None:
+            raise NotImplementedError(
+                f"Accelerator(torch_tp_plugin={torch_tp_plugin!r}) is not supported. Use "
+                "Accelerator(parallelism_config=ParallelismConfig(tp_size=...))."
+            )
         given = kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins")
         if not given and resolve()["use_deepspeed"]:
             kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
         self._deepspeed = self.state.deepspeed_plugin
+        if isinstance(self._deepspeed, DeepSpeedPlugin):
+            self._deepspeed.show_precision(self.mixed_precision)
         # Such loops skip to the resume position themselves, except with stateful dataloaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)
         self.prepared.loader_kind = prepared
-        self.prepared.optimizer_kind = _Optimizer
+        self.prepared.optimizer_kind = prepared_optimizer
+        self.prepared.scheduler_kind = prepared_scheduler
         newest_is(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

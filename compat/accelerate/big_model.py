@@ -132,11 +132,18 @@ def infer_auto_device_map(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the size in bytes of a model and of its largest part, with the names of all parts of that size."""
+    """Return the size in bytes of a model and of its largest part, with the names of all parts of that size.
+
+    The parts of a model without modules in it are its own tensors.
+    """
     sizes = Sizes(model)
     parts = [
-        (sizes.of(part), name) for name, part in infer_device_map.smallest_parts(model) if isinstance(part, nn.Module)
+        (sizes.of(part), name)
+        for name, part in infer_device_map.smallest_parts(model)
+        if isinstance(part, nn.Module) and part is not model
     ]
+    if not any(True for _ in model.children()):
+        parts = [(tensor.nbytes, name) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     largest = max((size for size, _ in parts), default=0)
     return sizes.of(model), (largest, [name for size, name in parts if size == largest])
 

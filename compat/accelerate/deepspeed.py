@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,18 @@ from ...strategies.deepspeed.settings import read_config, read_dict, without_aut
 _SECTIONS = ("optimizer", "scheduler")
 #: Options of DeepSpeed's own optimizers.
 _OWN_OPTIONS = ("adam_w_mode", "torch_adam")
+
+
+#: The fields that a file may set, and their names in it.
+_FIELDS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+}
+#: Fields that must not differ from the file's value; for the others, the file's value is used.
+_CHECKED = ("gradient_accumulation_steps", "gradient_clipping")
 
 
 class DummyOptim:
@@ -68,21 +82,40 @@ class DummyScheduler:
         messages.ignored("DummyScheduler", "the DeepSpeed file defines the schedule", **kwargs)
 
 
+@dataclass
 class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
-    """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule."""
+    """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule.
+
+    ``hf_ds_config`` becomes an :class:`HfDeepSpeedConfig`, and its values become those of the fields.
+    """
+
+    def __post_init__(self) -> None:
+        given = self.hf_ds_config
+        if given is None:
+            return
+        if not hasattr(given, "config"):
+            self.hf_ds_config = given = HfDeepSpeedConfig(given)
+        vars(self)["_file"] = given.given if isinstance(given, HfDeepSpeedConfig) else copy.deepcopy(given.config)
+        for name, key in _FIELDS.items():
+            value = self.get_value(key, "auto")
+            if value != "auto" and (getattr(self, name) is None or name not in _CHECKED):
+                setattr(self, name, value)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """The configuration, in which :meth:`fill` replaces ``"auto"`` values."""
+        if self.hf_ds_config is not None:
+            return self.hf_ds_config.config
         return vars(self).setdefault("_config", self._initial())
 
     @deepspeed_config.setter
     def deepspeed_config(self, config: dict[str, Any]) -> None:
-        vars(self)["_config"] = config
+        if self.hf_ds_config is not None:
+            self.hf_ds_config.config = config
+        else:
+            vars(self)["_config"] = config
 
     def _initial(self) -> dict[str, Any]:
-        if self.hf_ds_config is not None:
-            return copy.deepcopy(self._file)
         devices = {"offload_optimizer": self.offload_optimizer_device, "offload_param": self.offload_param_device}
         found: dict[str, Any] = dict.fromkeys(
             ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
@@ -91,14 +124,69 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         found["zero_optimization"] |= {name: {"device": device or "none"} for name, device in devices.items()}
         return found if self.gradient_clipping is None else {**found, "gradient_clipping": self.gradient_clipping}
 
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the configuration by its dotted name."""
+        return _value(self.deepspeed_config, ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return True if a value of the configuration is ``"auto"``."""
+        return self.get_value(ds_key_long) == "auto"
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Replace an ``"auto"`` value with the argument of this name, and note another value that differs.
+
+        Args:
+            ds_key_long: dotted name of the value.
+            mismatches: list that a sentence about a difference is added to.
+            must_match: whether a value that is not ``"auto"`` must be that of the argument.
+            **kwargs: values by dotted names.
+        """
+        if ds_key_long not in kwargs:
+            return
+        asked, found = kwargs[ds_key_long], self.get_value(ds_key_long)
+        self._replace({ds_key_long: asked})
+        if must_match and mismatches is not None and found not in (None, "auto", asked):
+            mismatches.append(f"{ds_key_long} is {found!r} in the DeepSpeed configuration, but {asked!r} is asked for")
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return True if ``zero3_init_flag`` is set."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Context manager that sets ``zero3_init_flag``; models are sharded when they are prepared in any case."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+
+    @property
+    def selected(self) -> bool:
+        """Always True, because an Accelerator has one plugin."""
+        return True
+
+    def select(self) -> None:
+        """Do nothing, because an Accelerator has one plugin."""
+
+    def show_precision(self, mixed_precision: str) -> None:
+        """Add the sections to ``deepspeed_config`` that say what precision is used."""
+        config = self.deepspeed_config
+        config.setdefault("steps_per_print", math.inf)
+        for name in ("bf16", "fp16"):
+            config.setdefault(name, {"enabled": mixed_precision == name})
+            self._replace({f"{name}.enabled": mixed_precision == name})
+
     def read(self) -> dict[str, Any]:
         """Return the configuration without its ``"auto"`` values and without the optimizer and the schedule."""
-        return read_config({name: value for name, value in self._file.items() if name not in _SECTIONS})
+        return read_config({name: value for name, value in self._given.items() if name not in _SECTIONS})
 
     def decided(self, name: str) -> Any:
         """Return a value like Paceline's plugin, and 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
         found = super().decided(name)
-        return 1.0 if found is None and name == "gradient_clipping" and self._file.get(name) == "auto" else found
+        return 1.0 if found is None and name == "gradient_clipping" and self._given.get(name) == "auto" else found
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
         """Replace the ``"auto"`` values that follow from what is prepared.
@@ -128,16 +216,14 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def _replace(self, values: Mapping[str, Any]) -> None:
         """Replace ``"auto"`` values, by dotted names."""
         for name, value in values.items():
-            *sections, last = name.split(".")
-            place: Any = self.deepspeed_config
-            for section in sections:
-                place = place.get(section) or {}
-            if place.get(last) == "auto" and value is not None:
+            place, last = _place(self.deepspeed_config, name)
+            if place is not None and place.get(last) == "auto" and value is not None:
                 place[last] = value
 
     @property
-    def _file(self) -> dict[str, Any]:
-        return read_dict(getattr(self.hf_ds_config, "config", self.hf_ds_config))
+    def _given(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return vars(self).get("_file", {})
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
@@ -151,28 +237,41 @@ def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any
     }
 
 
+def _place(config: Any, name: str) -> tuple[Any, str]:
+    """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
+    *sections, last = name.split(".")
+    for section in sections:
+        config = None if config is None else config.get(section)
+    return config, last
+
+
+def _value(config: Any, name: str, default: Any) -> Any:
+    """Return a value by its dotted name."""
+    found, last = _place(config, name)
+    return default if found is None else found.get(last, default)
+
+
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration whose values are read by dotted names.
 
     Args:
         config_file_or_dict: a dict, or the path of a JSON file.
+
+    Attributes:
+        given: the configuration as it was given.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config: dict[str, Any] = read_dict(config_file_or_dict)
+        self.given: dict[str, Any] = copy.deepcopy(read_dict(config_file_or_dict))
+        self.config = copy.deepcopy(self.given)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
-        *sections, last = ds_key_long.split(".")
-        found: Any = self.config
-        for name in sections:
-            found = None if found is None else found.get(name)
-        return found, last
+        return _place(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return a value by its dotted name."""
-        found, last = self.find_config_node(ds_key_long)
-        return default if found is None else found.get(last, default)
+        return _value(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Delete a value or a section by its dotted name."""

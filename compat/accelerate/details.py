@@ -87,7 +87,9 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
 
 
-move_to_device = move
+def move_to_device(state: Any, device: Any) -> Any:
+    """Move the tensors in nested lists, tuples and dicts to a device."""
+    return move(state, device)
 
 
 def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,14 +267,14 @@ def get_free_port() -> int:
         return one.getsockname()[1]
 
 
-def deepspeed_required(function: Callable[..., Any]) -> Callable[..., Any]:
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for functions that need DeepSpeed."""
-    return _required(function, "deepspeed")
+    return _required(func, "deepspeed")
 
 
-def torchao_required(function: Callable[..., Any]) -> Callable[..., Any]:
+def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for functions that need torchao."""
-    return _required(function, "torchao")
+    return _required(func, "torchao")
 
 
 def _required(function: Callable[..., Any], package: str) -> Callable[..., Any]:

@@ -31,12 +31,12 @@ _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
-def str_to_bool(value: str) -> int:
-    """Return 1 for a word that means yes, and 0 for one that means no."""
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for a word that means yes, and 0 for one that means no; True and False with ``to_bool``."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
-    return int(word in _TRUE)
+    return word in _TRUE if to_bool else int(word in _TRUE)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -88,12 +88,12 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def purge_accelerate_environment(decorated: Any) -> Any:
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call.
 
     In a class, and in classes that inherit from it, each test method is decorated.
     """
-    return _purging_class(decorated) if isinstance(decorated, type) else _purging(decorated)
+    return _purging_class(func_or_cls) if isinstance(func_or_cls, type) else _purging(func_or_cls)
 
 
 def _purging_class(decorated: type) -> type:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
+from ... import messages
 from ...accelerator.nested_tensors import (
     concatenate,
     find_batch_size,
@@ -51,6 +52,7 @@ def prepare_pippy(
         return model
     if split_points == "auto":
         split_points = _equal_parts(model, world, no_split_module_classes or ())
+    _refuse_other_parts(model, split_points, world)
     rows = find_batch_size([example_args, example_kwargs])
     size = math.ceil(rows / chunks) * chunks
     example = pad_input_tensors((tuple(example_args), example_kwargs or {}), rows, size)
@@ -62,6 +64,19 @@ def prepare_pippy(
     model.hf_split_points = list(split_points)  # type: ignore[assignment]
     model.forward = _forward(schedule, size, gather_output)  # type: ignore[assignment]
     return model
+
+
+def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: int) -> None:
+    """Raise if the parts are not as many as the processes, or begin at modules that do not exist."""
+    known = [name for name, _ in model.named_modules() if name]
+    for name in split_points:
+        if name not in known:
+            raise ValueError(messages.unknown("module in prepare_pippy(split_points=...)", name, known))
+    if len(split_points) + 1 != world:
+        raise ValueError(
+            f"prepare_pippy(split_points={list(split_points)!r}) makes {len(split_points) + 1} parts, but there are "
+            f"{world} processes, and each runs one part. Pass {world - 1} in split_points, or 'auto'."
+        )
 
 
 def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any]:

@@ -57,9 +57,37 @@ class DataLoaderShard(PreparedLoader):
                 sampler.generator = torch.Generator()
         elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
+        if config.use_stateful_dataloader and isinstance(sampler, RandomSampler):
+            _tell(
+                "With use_stateful_dataloader=True the order of shuffling is the same as without it. With Accelerate, "
+                "it is that of torchdata's sampler.",
+                key="torchdata's order",
+            )
         config = replace(config, dispatch_batches=central, data_seed=None)
         vars(self).update(_sampler=sampler, _first=True)
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
+
+    @property
+    def iteration(self) -> int:
+        """Index of the current pass, or of the next one between passes."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.set_epoch(iteration)
+
+    def begin(self) -> None:
+        """Record that a pass has begun. Passes do so themselves; for loops that read the loader in another way."""
+        self.reset()
+        self.gradient_state.begin(self)
+
+    def end(self) -> None:
+        """Record that a pass has ended."""
+        self.gradient_state.end(self)
+
+    def reset(self) -> None:
+        """Forget that the last batch was read."""
+        self.end_of_dataloader = False
 
     @property
     def samples(self) -> int:

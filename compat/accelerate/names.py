@@ -40,7 +40,6 @@ _PLACES = {
         "is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     ),
     "accelerator.operations": "CannotPadNestedTensorWarning DistributedOperationException",
-    "accelerator.optimizers": "AcceleratedOptimizer",
     "accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
@@ -52,7 +51,6 @@ _PLACES = {
         "load_and_quantize_model replace_with_bnb_layers"
     ),
     "accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",
-    "accelerator.schedulers": "AcceleratedScheduler",
     "accelerator.trackers": (
         "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker "
         "TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers on_main_process "
@@ -117,6 +115,7 @@ _PLACES = {
         "prepare_data_loader reduce save wait_for_everyone"
     ),
     "compat.accelerate.samplers": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler",
+    "compat.accelerate.wrappers": "AcceleratedOptimizer AcceleratedScheduler",
     "compat.accelerate.values": (
         "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING convert_bytes convert_file_size_to_int dtype_byte_size "
         "get_pretty_name is_tensor_information merge_dicts recursive_getattr"
@@ -129,7 +128,7 @@ _RENAMED = {
     "LOGGER_TYPE_TO_CLASS": Target("accelerator.trackers", "_classes"),
     "check_device_map": Target("big_model.device_map", "check_coverage"),
     "extract_model_from_parallel": Target("accelerator.models", "unwrap_model"),
-    "DataLoaderStateMixin": Target("accelerator.loaders", "PreparedLoader"),
+    "DataLoaderStateMixin": Target("compat.accelerate.loaders", "DataLoaderShard"),
     "should_reduce_batch_size": Target("memory.out_of_memory_retry", "is_out_of_memory"),
 }
 

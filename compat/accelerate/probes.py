@@ -61,11 +61,11 @@ def is_peft_model(model: Any) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
-def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return True if bitsandbytes is installed, in at least this version."""
-    if not messages.is_installed("bitsandbytes"):
+def _at_least(package: str, min_version: str | None = None) -> bool:
+    """Return True if a package is installed, in at least this version."""
+    if not messages.is_installed(package):
         return False
-    return min_version is None or Version(version("bitsandbytes")) >= Version(min_version)
+    return min_version is None or Version(version(package)) >= Version(min_version)
 
 
 ANSWERS: dict[str, Callable[..., bool]] = {
@@ -73,7 +73,8 @@ ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _OTHER_PACKAGES.items()},
     **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
-    "is_bnb_available": is_bnb_available,
+    "is_bnb_available": partial(_at_least, "bitsandbytes"),
+    "is_numpy_available": partial(_at_least, "numpy"),
     **{f"is_{name}_available": partial(_sees, name) for name in _DEVICES.split()},
     "is_fp16_available": lambda: _sees("cuda") or _sees("mps"),
     "is_habana_gaudi1": _no,

@@ -54,9 +54,9 @@ def get_pretty_name(obj: Any) -> str:
     return getattr(named, "__qualname__", None) or getattr(named, "__name__", str(obj))
 
 
-def is_tensor_information(value: Any) -> bool:
+def is_tensor_information(tensor_info: Any) -> bool:
     """Return True if a value is a TensorInformation."""
-    return isinstance(value, TensorInformation)
+    return isinstance(tensor_info, TensorInformation)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:

@@ -55,8 +55,8 @@ def cleaned(notebook: Any, folder: Path) -> Any:
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
     }
     for number, cell in enumerate(notebook.cells, start=1):
-        tags = cell.metadata.get("tags")
-        cell.id, cell.metadata = f"cell-{number}", {"tags": tags} if tags else {}
+        kept = {name: cell.metadata[name] for name in ("tags", "mystnb") if cell.metadata.get(name)}
+        cell.id, cell.metadata = f"cell-{number}", kept
         if cell.cell_type == "code":
             cell.execution_count = None
             cell.outputs = joined([output for output in cell.outputs if not is_empty(output)])

@@ -258,7 +258,7 @@ def page() -> str:
         for case in CASES:
             error = raised_by(case.program)
             text += heading(case.title, "-") + block("python", case.program)
-            text += indented(f"{type(error).__name__}: {error}", ".. code-block:: text", "   :class: output wraps")
+            text += indented(f"{type(error).__name__}: {error}", ".. code-block:: text", "   :class: output")
             text += f":Cause: {case.cause}\n:Fix: {case.fix}\n\n"
     return text
 

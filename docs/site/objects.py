@@ -279,6 +279,8 @@ def entry(name: str) -> str:
     if not inspect.isclass(found):
         return f".. autofunction:: {name}\n\n"
     options = ["   :members:"]
+    if name in INTERNALS:
+        options += [f"   :exclude-members: {INTERNALS[name]}"]
     if found.__bases__ != (object,):
         options += ["   :show-inheritance:"]
     if isinstance(found, EnumMeta):
@@ -288,6 +290,8 @@ def entry(name: str) -> str:
     return "\n".join([f".. autoclass:: {name}", *options]) + "\n\n"
 
 
+#: Members that only other parts of the package use, by class.
+INTERNALS = {"paceline.Trainer": "asked_ckpt_path, brought_callbacks, has_own_save, logs_this_step, may_stop, saver"}
 #: Classes that show the members of their bases too, up to the one named.
 INHERITS = {
     "paceline.Trainer": "object",

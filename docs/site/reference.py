@@ -68,6 +68,13 @@ def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
             node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
 
 
+def set_dashes(app: Sphinx, page: nodes.document) -> None:
+    """Separate the name of an argument from its description by a dash; Sphinx leaves that to its smart quotes."""
+    for node in list(page.findall(nodes.Text)):
+        if node.astext() == " -- ":
+            node.parent.replace(node, nodes.Text(" \N{EN DASH} "))
+
+
 @cache
 def by_last_part(env: BuildEnvironment) -> dict[str, list[str]]:
     """Every described name, by its last part."""
@@ -96,5 +103,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write_pages)
     app.connect("source-read", describe_pages)
     app.connect("doctree-read", mean_what_the_file_means)
+    app.connect("doctree-read", set_dashes)
     app.connect("missing-reference", find_by_last_part)
     return {"parallel_read_safe": True}

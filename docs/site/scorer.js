@@ -20,7 +20,7 @@ const stems = (text) => {
 
 var Scorer = {
   score: ([page, title, , , score, , kind]) => {
-    const asked = new URLSearchParams(window.location.search).get("q") || "";
+    const asked = document.querySelector('input[name="q"]')?.value || "";
     const wanted = stems(asked);
     const [, area] = TOPICS.find(([pattern]) => pattern.test(page)) || [null, 0];
     if (kind === "object") {

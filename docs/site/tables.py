@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -52,7 +53,8 @@ def hook(name: str, owners: dict[str, type]) -> str:
     }
     for fact, found in facts.items():
         if found:
-            text += f":{fact}: {' '.join(found)}\n"
+            said = [re.sub(r"^(?:The hook )?(?:may|must not) ", "", one, flags=re.I) for one in found]
+            text += f":{fact}: {' '.join(said)}\n"
         elif fact in defaults and name.startswith(("on_", "setup", "teardown")):
             text += f":{fact}: {defaults[fact]}\n"
     return text + "\n"
@@ -103,8 +105,27 @@ def option(parser: ArgumentParser, action: Action) -> str:
     formatter = HelpFormatter(parser.prog)
     takes = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
     form = ", ".join(f"{one}{takes}" for one in action.option_strings) or str(action.metavar or action.dest)
-    words = formatter._expand_help(action) if action.help else ""
-    return f".. option:: {form}\n\n   {plain(' '.join(words.split()))}\n\n"
+    words = " ".join(formatter._expand_help(action).split()) if action.help else ""
+    facts = "; ".join(accepted(action, words))
+    return f".. option:: {form}\n\n   {plain(words)}{' ' * bool(facts)}{facts and f'({facts})'}\n\n"
+
+
+def accepted(action: Action, words: str) -> Iterator[str]:
+    """What an option accepts and what it is without it, unless its help says so."""
+    from paceline.settings import SETTINGS
+
+    one = SETTINGS.get(action.dest)
+    default = one.default if one and one.default is not None else action.default
+    if action.nargs == 0:
+        default = bool(default)
+    elif one:
+        yield plain(one.accepts)
+    elif action.choices:
+        yield plain(", ".join(map(str, action.choices)))
+    elif action.type in (int, float):
+        yield "a whole number" if action.type is int else "a number"
+    if default not in (None, SUPPRESS, []) and "default" not in words:
+        yield f"default: {literal(str(default).lower() if isinstance(default, bool) else str(default))}"
 
 
 #: Titles of groups of settings that their names do not give.

@@ -21,7 +21,20 @@ async function fillVersionSwitch(list) {
   });
 }
 
+// Phones show no scroll bar, so a table that is wider than the screen says that it goes on.
+function sayWhatScrolls() {
+  for (const table of document.querySelectorAll(".bd-article .table")) {
+    if (table.scrollWidth > table.clientWidth + 1) {
+      const hint = document.createElement("p");
+      hint.className = "scroll-hint";
+      hint.textContent = "Scroll the table sideways to see all columns.";
+      table.before(hint);
+    }
+  }
+}
+
 document.addEventListener("DOMContentLoaded", () => {
+  sayWhatScrolls();
   const list = document.getElementById("version-switch");
   if (list && !fromFile) {
     fillVersionSwitch(list);

@@ -162,10 +162,10 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         get_quantized_model_device_map(quantized, CONFIGS["nf4"], away)
     with pytest.warns(PacelineWarning, match="Sequential has no linear layer to quantize"):
         replace_with_bnb_layers(nn.Sequential(nn.GELU()), CONFIGS["nf4"])
-    assert probes.is_bnb_available("0.50")
-    assert not probes.is_bnb_available("99")
+    assert probes.ANSWERS["is_bnb_available"]("0.50")
+    assert not probes.ANSWERS["is_bnb_available"]("99")
     assert probes.ANSWERS["is_4bit_bnb_available"]()
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "bitsandbytes")
-    assert not probes.is_bnb_available()
+    assert not probes.ANSWERS["is_bnb_available"]()
     with pytest.raises(ModuleNotFoundError, match="load_and_quantize_model needs the package 'bitsandbytes'"):
         load_and_quantize_model(model(), CONFIGS["nf4"])

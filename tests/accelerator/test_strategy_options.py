@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,18 @@ def test_e2_ddp_trains_the_same_with_bucket_views_and_a_static_graph() -> None:
     (other, options), _ = ranks(2, fit, DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True))
     assert options == {"gradient_as_bucket_view": True, "static_graph": True}
     assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("cuda", "MULTI_GPU"), ("tpu", "XLA"), ("npu", "MULTI_NPU"), ("xpu", "MULTI_XPU"), ("mps", "MULTI_CPU")],
+)
+def test_the_type_of_several_processes_follows_their_device_as_in_accelerate(kind: str, name: str) -> None:
+    class Four(SingleDevice):
+        world_size = 4
+        device = SimpleNamespace(type=kind)  # torch knows the name "tpu" only with its package
+
+    assert type_of(object.__new__(Four)).value == name
 
 
 def test_an_fsdp_plugin_or_the_settings_ask_for_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_each_name_is_listed_with_what_loading_would_do_and_nothing_is_run(
     assert uses(stream) == {
         "argparse.Namespace": CREATES,
         "functools.partial": CALLS,
-        "pathlib.Path": REFERS,
+        f"{Path.__module__}.Path": REFERS,  # pathlib._local in Python 3.13
         "posix.mkdir": CALLS,
         "posixpath.join": REFERS,
         f"{here}.Listed": CREATES,

@@ -241,6 +241,16 @@ def test_u22_a_file_that_is_there_is_not_written_over_and_the_status_is_1(
     assert read_file(own).values["mixed_precision"] == "bf16"
 
 
+@pytest.mark.parametrize(("kind", "switch"), [("cuda", "multi_gpu"), ("npu", "multi_gpu"), ("tpu", "tpu")])
+def test_the_default_is_a_process_for_each_device_of_the_best_kind(
+    own: Path, monkeypatch: pytest.MonkeyPatch, kind: str, switch: str
+) -> None:
+    monkeypatch.setattr("paceline.processes.devices.find_best", lambda: (kind, 4))
+    assert main(["config", "default"]) == 0
+    values = read_file(own).values
+    assert (values["num_processes"], values[switch]) == (4, True)
+
+
 @pytest.mark.parametrize("suffix", [".yaml", ".json", ".toml"])
 def test_u22_the_format_follows_the_suffix(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"c{suffix}"

@@ -369,7 +369,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
 def test_c9_what_cannot_be_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(module, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(module, "_find_best", lambda: ("cpu", 0))
     script(TELL)
     status, out, err = launched(capfd, *words)
     assert (status, out) == (FAILED, "")
@@ -380,10 +380,28 @@ def test_c9_what_cannot_be_is_one_line(
 def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(module, "_find_best", lambda: ("cuda", 2))
     status, _, err = launched(capfd, "--num_processes", "3", "--gpu_ids", "0,5", script(TELL))
     assert status == FAILED
     assert "needs 3 GPUs on this machine, but torch sees 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
+
+
+def test_devices_of_any_kind_are_counted_and_named_and_ids_that_select_none_are_reported(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_replace", subprocess.call)
+    text = script("import os; print(os.environ['ZE_AFFINITY_MASK'])")
+    with pytest.warns(match="--gpu_ids has no effect: no GPU is visible"):
+        assert launched(capfd, "--gpu_ids", "1,2", text)[:2] == (0, "1,2\n")
+    monkeypatch.setattr(module, "_count_tpus", lambda: 1)
+    monkeypatch.setattr(module, "_has_torch_tpu", lambda: True)
+    with pytest.warns(match="--gpu_ids has no effect: it cannot select TPUs"):
+        launched(capfd, "--tpu", "--gpu_ids", "1", "train.py")
+    for kind, title in (("mps", "MPS device"), ("xpu", "XPU device"), ("npu", "NPU device")):
+        monkeypatch.setattr(module, "_find_best", lambda kind=kind: (kind, 1))
+        assert f"1 process on {title}s (one for each visible {title})" in launched(capfd, "train.py")[2]
+        status, _, err = launched(capfd, "--num_processes", "2", "train.py")
+        assert (status, f"needs 2 {title}s on this machine, but torch sees 1" in err) == (FAILED, True)
 
 
 @pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])

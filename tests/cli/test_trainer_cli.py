@@ -595,13 +595,27 @@ def written(**hyperparameters: Any) -> None:
     single_file.write(content, Path("x.ckpt"))
 
 
-@pytest.mark.parametrize("where", ["_class_path", "activation"])
-def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("stranger.py").write_text("raise SystemExit('it ran')")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_class_path", "stranger.Net"),
+        ("activation", {"class_path": "stranger.Net"}),
+        ("activation", "stranger.Net"),
+        ("activation", '{"class_path": "stran\\u0067er.Net"}'),
+    ],
+)
+def test_a_file_cannot_make_a_program_import_code(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("stranger.py").write_text("raise RuntimeError('it ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    written(**{where: {"class_path": "stranger.CommandedNet"} if where == "activation" else "stranger.CommandedNet"})
-    with pytest.raises(ValueError, match=r"name the class 'stranger.CommandedNet', which has not been imported"):
+    written(width=4, **{name: value})
+    said = r"name 'stranger(\.Net)?', which has not been imported"
+    with pytest.raises(ValueError, match=said):
         CommandedNet.load_from_checkpoint("x.ckpt")
+    chosen = ["--model=CommandedNet"] if name == "_class_path" else []
+    with pytest.raises(ValueError, match=said):
+        ran("test", *chosen, "--ckpt_path=x.ckpt", subclass_mode_model=bool(chosen))
 
 
 @pytest.mark.parametrize(

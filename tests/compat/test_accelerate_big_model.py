@@ -32,6 +32,7 @@ def test_the_largest_parts_are_named() -> None:
     blocks = (sizes["blocks.0"], ["blocks.0", "blocks.1"])
     assert compat.get_max_layer_size(list(net.named_children()), sizes, ["Block"]) == blocks
     assert compat.calculate_maximum_sizes(net) == (sizes[""], blocks)
+    assert compat.calculate_maximum_sizes(nn.Linear(1, 1)) == (8, (4, ["weight", "bias"]))
     assert compat.compute_module_total_buffer_size(net) == 2 * 64 * 4
 
 

@@ -132,6 +132,32 @@ def test_preparing_fills_in_the_values_of_a_deepspeed_configuration() -> None:
     assert plain.deepspeed_config["zero_optimization"]["stage"] == 3
 
 
+def test_a_deepspeed_plugin_shows_what_its_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    path.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=str(path))
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_param_device) == (3, 0.5, "cpu")
+    assert (plugin.gradient_accumulation_steps, plugin.options()["stage"]) == (None, 3)
+    assert plugin.hf_ds_config.is_zero3()
+    assert plugin.get_value("zero_optimization.stage") == plugin.hf_ds_config.get_value("zero_optimization.stage") == 3
+    assert [plugin.is_auto(name) for name in ("train_batch_size", "gradient_clipping", "zero.stage")] == [True, 0, 0]
+    differences: list[str] = []
+    plugin.fill_match("train_batch_size", differences, train_batch_size=8)
+    plugin.fill_match("gradient_clipping", differences, gradient_clipping=1.0)
+    plugin.fill_match("gradient_clipping", differences, must_match=False, gradient_clipping=1.0)
+    assert plugin.hf_ds_config.get_value("train_batch_size") == 8
+    assert differences == ["gradient_clipping is 0.5 in the DeepSpeed configuration, but 1.0 is asked for"]
+    with plugin.zero3_init_context_manager(enable=True):
+        assert plugin.is_zero3_init_enabled()
+    assert not plugin.is_zero3_init_enabled()
+    plugin.show_precision("bf16")
+    assert [plugin.get_value(f"{name}.enabled") for name in ("bf16", "fp16")] == [True, False]
+    assert "bf16" not in plugin.options()["config"]
+    with pytest.raises(ValueError, match=r"nowhere\.json' does not exist"):
+        deepspeed.DeepSpeedPlugin(hf_ds_config="nowhere.json")
+
+
 def test_a_deepspeed_configuration_is_read_by_dotted_names() -> None:
     config = deepspeed.HfDeepSpeedConfig(
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}

@@ -23,6 +23,12 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
+def refused(points: list[str]) -> str:
+    with pytest.raises(ValueError, match="split_points") as raised:
+        prepare_pippy(network(), points, example_args=(torch.randn(2, 4),))
+    return str(raised.value)
+
+
 def infer() -> Any:
     state, model = PartialState(cpu=True), network()
     pipeline = prepare_pippy(model, example_args=(torch.randn(3, 4),), num_chunks=2)
@@ -40,6 +46,20 @@ def test_the_last_process_has_the_outputs_of_a_model_in_parts() -> None:
     assert first[:3] == (True, ["3"], [None, None])
     torch.testing.assert_close(last[2], expected)
     torch.testing.assert_close([first[3], last[3]], [model(torch.ones(2, 4))] * 2)
+
+
+def refuse() -> Any:
+    PartialState(cpu=True)
+    return refused(["2", "3"]), refused(["9"])
+
+
+def test_parts_that_do_not_fit_the_processes_are_refused_on_all_of_them() -> None:
+    for parts, unknown in ranks(2, refuse):
+        assert parts == (
+            "prepare_pippy(split_points=['2', '3']) makes 3 parts, but there are 2 processes, and each runs one part. "
+            "Pass 1 in split_points, or 'auto'."
+        )
+        assert "Unknown module in prepare_pippy(split_points=...) '9'." in unknown
 
 
 def test_one_process_keeps_the_model() -> None:

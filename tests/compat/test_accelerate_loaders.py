@@ -347,3 +347,14 @@ def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(ca
                     accelerator.backward(model(x).square().mean())
         assert ("Each argument of accumulate has a window of its own" in caplog.text) == told
         assert ("has the order of the next epoch" in caplog.text) == told
+
+
+def test_a_stateful_loader_says_that_its_order_is_not_torchdatas(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "paceline")
+    pytest.importorskip("torchdata")
+    for shuffle in (False, True):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        accelerator.prepare(DataLoader(range(4), shuffle=shuffle))  # type: ignore[arg-type]
+        assert ("it is that of torchdata's sampler. Losses differ" in caplog.text) == shuffle

@@ -7,6 +7,8 @@ PYTHONPATH=.. python tests/compat/test_accelerate_surface.py    # in the reposit
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,27 @@ from paceline.compat.accelerate import names
 from paceline.compat.finder import UNKNOWN, Finder
 
 PAGE = Path(paceline.__file__).parent / "docs" / "accelerate_names.md"
+PARAMETERS = Path(__file__).with_name("accelerate_parameters.txt")  # by write_parameters.py
+#: Arguments and methods that the stand-in does not have, by the reason.
+DIFFERENT = {
+    "instances look them up in the wrapped scheduler": "AcceleratedScheduler.get_lr AcceleratedScheduler.print_lr",
+    "instances look them up in the PartialState": (
+        "AcceleratorState.destroy_process_group AcceleratorState.local_main_process_first "
+        "AcceleratorState.main_process_first AcceleratorState.print AcceleratorState.split_between_processes "
+        "AcceleratorState.wait_for_everyone"
+    ),
+    "an Accelerator calls them itself, with parts that Paceline does not have": (
+        "DataLoaderAdapter.adjust_state_dict_for_prefetch DataLoaderShard.adjust_state_dict_for_prefetch "
+        "DeepSpeedPlugin.deepspeed_config_process DeepSpeedPlugin.set_deepspeed_weakref "
+        "DeepSpeedPlugin.set_mixed_precision DeepSpeedPlugin.set_moe_leaf_modules "
+        "DistributedDataParallelKwargs.register_comm_hook FullyShardedDataParallelPlugin.set_auto_wrap_policy "
+        "FullyShardedDataParallelPlugin.set_cpu_offload FullyShardedDataParallelPlugin.validate_cpu_offload "
+        "FullyShardedDataParallelPlugin.validate_mixed_precision_policy HfDeepSpeedConfig.set_stage_and_offload"
+    ),
+    "these files always hold the full state": (
+        "load_fsdp_model(use_dcp) load_fsdp_optimizer(use_dcp) save_fsdp_model(use_dcp) save_fsdp_optimizer(use_dcp)"
+    ),
+}
 HEAD = f"""# Names of Accelerate
 
 Every public name of Accelerate {names.VERSION}, and what a program gets that imports it under [the
@@ -100,6 +123,30 @@ def test_what_is_left_out_raises_one_sentence() -> None:
 def test_every_module_can_be_imported() -> None:
     finder = Finder(names.PACKAGE)
     assert [module for module in names.SURFACE if finder.find_spec(module) is None] == []
+
+
+def differences() -> Iterator[str]:
+    """Parameters and methods of Accelerate that the stand-in's functions and classes do not have."""
+    for line in PARAMETERS.read_text().splitlines():
+        module, path, listed = line.split(":")
+        name, _, method = path.partition(".")
+        found = value_of(module, name)
+        if name in names.UNSUPPORTED or not callable(found):
+            continue
+        if method and not hasattr(found, method):
+            yield path
+            continue
+        function = inspect.getattr_static(found, method) if method else found
+        function = getattr(found, method) if isinstance(function, (staticmethod, classmethod)) else function
+        if not callable(function):
+            continue
+        given = inspect.signature(function).parameters | inspect.signature(function, follow_wrapped=False).parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in given.values()):
+            yield from (f"{path}({one})" for one in listed.split() if one not in given)
+
+
+def test_functions_take_the_arguments_of_accelerate() -> None:
+    assert sorted(set(differences())) == sorted(name for listed in DIFFERENT.values() for name in listed.split())
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from paceline import PartialState
 from paceline.accelerator.models import unwrap_model
 from paceline.accelerator.operations import CannotPadNestedTensorWarning, pad_across_processes
+from paceline.accelerator.plugins import FullyShardedDataParallelPlugin
 from paceline.accelerator.process_state import AcceleratorState
 from paceline.big_model.device_map import check_coverage
-from paceline.compat.accelerate import configs, memory, names, values
+from paceline.compat.accelerate import configs, memory, names, values, wrappers
 from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.environment import purge_accelerate_environment
+from paceline.compat.accelerate.environment import purge_accelerate_environment, str_to_bool
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.processes import reduce
 from paceline.strategies.base import Strategy
@@ -228,3 +229,46 @@ def test_a_reduction_leaves_out_the_scale_and_says_so(caplog: pytest.LogCaptureF
         "accelerator.reduce(scale=2.0)",
         "reduce(scale=3.0)",
     ]
+
+
+def test_optimizers_and_schedulers_can_be_created_and_prepared_ones_are_their_instances() -> None:
+    own = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    steps = torch.optim.lr_scheduler.StepLR(own, 1)
+    optimizer = wrappers.AcceleratedOptimizer(own, device_placement=True, scaler=None)
+    scheduler = wrappers.AcceleratedScheduler(steps, optimizer, step_with_optimizer=True, split_batches=False)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.01)]
+    prepared = Accelerator(cpu=True, torch_tp_plugin=None).prepare(own, steps)
+    assert [type(one) for one in prepared] == [wrappers.AcceleratedOptimizer, wrappers.AcceleratedScheduler]
+
+
+def test_a_loaders_pass_can_be_counted_and_opened_by_hand() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader: Any = accelerator.prepare(DataLoader(range(4), 2))  # type: ignore[arg-type]
+    loader.iteration = 3
+    assert (loader.iteration, loader.epoch) == (3, 3)
+    loader.begin()
+    assert accelerator.gradient_state.active_dataloader is loader
+    loader.end()
+    assert not accelerator.gradient_state.in_dataloader
+    list(loader)
+    loader.reset()
+    assert (loader.iteration, loader.end_of_dataloader) == (4, False)
+
+
+def test_an_fsdp_plugin_can_be_changed_after_it_was_created() -> None:
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16")
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy == "fp16"
+    plugin.set_mixed_precision("bf16", override=True)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert (plugin.mixed_precision_policy, plugin.state_dict_type) == ("bf16", "FULL_STATE_DICT")
+    with pytest.raises(ValueError, match="int7"):
+        plugin.set_mixed_precision("int7", override=True)
+
+
+def test_truth_values_can_be_booleans() -> None:
+    assert [str_to_bool("yes"), str_to_bool("yes", to_bool=True), str_to_bool("no", to_bool=True)] == [1, True, False]
+    assert isinstance(str_to_bool("yes", to_bool=True), bool)
+    assert not isinstance(str_to_bool("yes"), bool)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
+from paceline import messages
 from paceline.data.batches import Batches, batch_size_of, conflicting_sizes
 from paceline.data.combined_loader import CombinedLoader
 
@@ -198,6 +199,28 @@ def test_skipping_fetches_and_drops_where_there_is_no_sampler_to_jump_in():
     assert values(Batches(DataLoader(Stream(), batch_size=2), skip=2)) == [[4, 5]]
     assert values(Batches(Own(range(4)), skip=1)) == [[8]]
     assert list(Batches(CombinedLoader([range(3), range(3)]), skip=2)) == [[2, 2]]
+
+
+def test_dropped_batches_are_reported_with_advice_that_fits_the_loader(caplog):
+    caplog.set_level("INFO", logger="paceline")
+
+    class Keeps:
+        def __iter__(self):
+            return iter(range(3))
+
+    class Saves(Keeps):
+        def state_dict(self):
+            return {}
+
+    for loader, advice in (
+        (Keeps(), "such as torchdata's StatefulDataLoader"),
+        (Saves(), "none was saved for this pass"),
+    ):
+        messages.forget()
+        caplog.clear()
+        assert list(Batches(loader, skip=1)) == [1, 2]
+        assert f"this {type(loader).__name__} cannot start in the middle. " in caplog.text
+        assert advice in caplog.text
 
 
 def test_a_failing_fetch_hands_out_the_batch_before_it_first():

@@ -48,6 +48,13 @@ class Global(Stream):
         return {"position": self.position, "sample_in_epoch": self.position, "num_canonical_nodes": 1}
 
 
+class Named(Stream):
+    """Its methods call the object something else."""
+
+    def state_dict(s) -> dict[str, Any]:  # noqa: N805
+        return {"position": s.position}
+
+
 def split_by_node(source: Any) -> Any:
     return source
 
@@ -61,7 +68,12 @@ def resumes(stream: Stream, **how: bool) -> bool:
 def test_a_state_that_needs_counts_is_not_asked_for_and_the_reader_is_told() -> None:
     with pytest.warns(messages.PacelineWarning, match="Counted .* only in the loader of its package.*DataLoader"):
         assert loader_state(DataLoader(Counted(), 2)) is None
+    messages.forget()
+    shard = shard_training(DataLoader(Counted(), 2), 0, 2)
+    with pytest.warns(messages.PacelineWarning, match="^A Counted of"):
+        loader_state(shard)
     assert resumes(Stream())
+    assert resumes(Named())
 
 
 def test_a_position_that_leaves_out_a_shuffle_buffer_is_not_used() -> None:

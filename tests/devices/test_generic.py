@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 
-from paceline import Accelerator, Trainer, find_executable_batch_size, seed_everything
+from paceline import Accelerator, Trainer, find_executable_batch_size, messages, seed_everything
 from paceline.big_model.infer_device_map import get_max_memory
 from paceline.callbacks import DeviceStatsMonitor, LossGuard, ModelCheckpoint
 from paceline.checkpoint.checkpoint_io import AsyncCheckpointIO
@@ -130,14 +131,27 @@ def walk_of_a_resume(folder: Path) -> dict[str, Any]:
     whole = fit(2)
     fit(1)
     torch.rand(7, device="fake")  # resuming puts the generator back
-    resumed = fit(2, ckpt_path=folder / "1.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", messages.PacelineWarning)
+        resumed = fit(2, ckpt_path=folder / "1.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
     before = torch.fake.get_rng_state()  # type: ignore[attr-defined]
     with isolate_rng():
         torch.manual_seed(5)
         torch.rand(3, device="fake")
     assert torch.equal(torch.fake.get_rng_state(), before)  # type: ignore[attr-defined]
-    return random_states()
+    states = random_states()
+    for saved, now in (("fake", "cpu"), ("cpu", "fake")):
+        messages.forget()
+        quiet = trainer(max_epochs=1, accelerator=saved)
+        quiet.fit(Net(), tiny_loader())
+        quiet.save_checkpoint(folder / "other.ckpt")
+        with pytest.warns(messages.PacelineWarning, match="random numbers") as told:
+            trainer(accelerator=now).fit(Net(), tiny_loader(), ckpt_path=folder / "other.ckpt")
+        texts = [str(one.message) for one in told if "random numbers" in str(one.message)]
+        assert len(texts) == 1
+        assert f"The saved run used the device {saved!r}, and this run uses {now!r}." in texts[0]
+    return states
 
 
 def test_random_states_of_another_device_are_in_checkpoints_and_resume_to_the_bit(tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def test_a_kind_that_is_not_here_counts_nothing_and_has_no_random_states(name: s
     assert present().name in ("cuda", "cpu")
 
 
+def test_the_free_memory_of_an_mps_device_leaves_out_what_the_driver_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 100)
+    for used, free in ((0, 100), (30, 70), (130, 0)):
+        monkeypatch.setattr("torch.mps.driver_allocated_memory", lambda used=used: used)
+        assert kind_of("mps").free_memory("mps") == free
+
+
 def test_the_page_says_of_each_kind_whether_it_has_run() -> None:
     rows = [row.split("|") for row in PAGE.read_text().splitlines() if row.startswith("| ")]
     told = {row[2].strip().partition('"')[2].partition('"')[0]: row[5].strip() for row in rows if len(row) == 7}

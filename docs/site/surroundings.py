@@ -1,4 +1,4 @@
-"""What browsers and search engines are told about a page: its title, a description, and which pages are searched."""
+"""What surrounds the text of a page: title and description, frames of pictures, and whether the search looks at it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def leave_out_of_search(app: Sphinx, doctree: nodes.document) -> None:
         app.env.metadata[app.env.docname]["nosearch"] = "true"
 
 
+def frame_pictures(app: Sphinx, doctree: nodes.document) -> None:
+    """Put each picture of a page into an element of its own, which can scroll on a narrow screen."""
+    for picture in list(doctree.findall(nodes.image)):
+        if isinstance(picture.parent, nodes.section):
+            frame = nodes.container(classes=["picture", *picture["classes"]])
+            picture.replace_self(frame)
+            frame += picture
+
+
 def describe(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
     """Give a page its first paragraph as its description, and the start page a title that names Paceline once."""
     if page == app.config.root_doc:
@@ -31,5 +40,6 @@ def describe(app: Sphinx, page: str, template: str, context: dict[str, Any], doc
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", leave_out_of_search)
+    app.connect("doctree-read", frame_pictures)
     app.connect("html-page-context", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

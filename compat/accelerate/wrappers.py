@@ -1,0 +1,74 @@
+"""``accelerate``'s optimizer and scheduler classes: prepared ones are their instances, and programs can create them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ... import messages
+from ...accelerator import optimizers, schedulers
+from ...accelerator.accumulation import Window
+from ...accelerator.process_state import PartialState
+from .gradient_state import GradientState
+
+
+class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
+    """A prepared optimizer that says when it keeps gradients that Accelerate would clear.
+
+    Args:
+        optimizer: the optimizer.
+        device_placement: has no effect; the state is where the parameters are.
+        scaler: has no effect; the Accelerator scales losses.
+    """
+
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
+        messages.ignored("AcceleratedOptimizer", "the Accelerator scales losses itself", scaler=scaler)
+        strategy, state = PartialState().strategy, GradientState()
+        if not hasattr(state, "window"):  # there is no Accelerator
+            state.window = Window(state, strategy)
+        super().__init__(optimizer, strategy, state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that a step has used, and keep the others."""
+        super().zero_grad(set_to_none)
+        state = self._state_of_gradients
+        if state.sync_gradients and state.window.count and not state.window.cleared:
+            messages.info_once(
+                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
+                "gradients of the earlier micro-batches; Accelerate clears them. Losses differ from Accelerate's from "
+                "here on.",
+                key="gradients are kept",
+            )
+
+
+class AcceleratedScheduler(schedulers.AcceleratedScheduler):
+    """A prepared scheduler.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: the prepared optimizer, or several, that it advances with.
+        step_with_optimizer: if False, advance on every call.
+        split_batches: has no effect; schedules advance once per update.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        found: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        super().__init__(scheduler, found, GradientState(), step_with_optimizer)
+
+
+def prepared_optimizer(*args: Any) -> AcceleratedOptimizer:
+    """Create the optimizer that ``prepare`` returns; the arguments are those of its base class."""
+    found = object.__new__(AcceleratedOptimizer)
+    optimizers.AcceleratedOptimizer.__init__(found, *args)
+    return found
+
+
+def prepared_scheduler(*args: Any) -> AcceleratedScheduler:
+    """Create the scheduler that ``prepare`` returns; the arguments are those of its base class."""
+    found = object.__new__(AcceleratedScheduler)
+    schedulers.AcceleratedScheduler.__init__(found, *args)
+    return found
