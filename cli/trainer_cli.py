@@ -438,7 +438,8 @@ class TrainerCLI:
         if not any(chosen):
             return
         scheduler = next((self._chosen(key, parser.lr_schedulers) for key in schedulers), None)
-        if overridden(self.model, "configure_optimizers", TrainingModule) is not None:
+        optimizes = subcommand not in ("validate", "test", "predict")
+        if optimizes and overridden(self.model, "configure_optimizers", TrainingModule) is not None:
             messages.warn(
                 f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
                 f"`{type(self).__name__}.configure_optimizers`, because an optimizer was chosen on the command line."

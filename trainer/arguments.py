@@ -84,13 +84,6 @@ def check_count(
     return int(value)
 
 
-def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
-    """Return the epoch limit: -1 if only ``max_steps`` or ``max_time`` is set, None if no limit is set."""
-    if value is None and (max_steps != -1 or max_time is not None):
-        return -1
-    return check_count("max_epochs", value, none=True, unlimited=True)
-
-
 def check_accumulation(value: Any) -> int:
     """Check and return the number of micro-batches per optimizer step."""
     hint = " To change it during training, use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""

@@ -234,7 +234,7 @@ class Trainer:
         if self.fast_dev_run:
             self._shorten(int(self.fast_dev_run))
         else:
-            self.max_epochs = check.check_max_epochs(max_epochs, max_steps, max_time)
+            self.max_epochs = check.check_count("max_epochs", max_epochs, none=True, unlimited=True)
             check.check_range("epochs", min_epochs, max_epochs)
             check.check_range("steps", min_steps, max_steps)
         if barebones:

@@ -9,6 +9,7 @@ import pickle
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -345,6 +346,9 @@ def test_a_chosen_optimizer_replaces_that_of_the_module_and_says_so() -> None:
     with pytest.warns(PacelineWarning, match=r"`CommandedNet.configure_optimizers` will be overridden by `TrainerCLI"):
         cli = ran("fit", "--optimizer=Adam", "--optimizer.lr=0.5")
     assert (type(cli.trainer.optimizers[0]), cli.trainer.optimizers[0].param_groups[0]["lr"]) == (torch.optim.Adam, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ran("validate", "--optimizer=Adam", save_config_callback=None)  # does not optimize
 
 
 def test_without_a_choice_the_module_keeps_its_optimizer() -> None:

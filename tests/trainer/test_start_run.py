@@ -182,6 +182,7 @@ def test_hyperparameters_go_to_the_loggers_once_a_fit_unless_told_not_to(quiet: 
 def test_max_time_is_a_limit_that_needs_no_other(quiet: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     trainer = Trainer(**quiet, max_time={"seconds": 0})
     assert [type(c) for c in trainer.callbacks] == [Timer]
+    assert trainer.max_epochs is Trainer(**quiet, max_steps=5).max_epochs is None  # until a fit begins
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.max_epochs == -1
     assert not [w for w in recwarn if "1000 epochs" in str(w.message)]
