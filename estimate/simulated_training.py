@@ -1,4 +1,4 @@
-"""Simulates training with a Trainer on tensors that have shapes but no memory."""
+"""Simulate training with a Trainer on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ class Rehearsal:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise TypeError(
-                    f"{type(self.module).__name__}: the step returned {type(loss).__name__} instead of a loss. Return "
-                    "a tensor, or a dict with a tensor under 'loss'."
+                    f"{type(self.module).__name__}: the step returned {messages.a(loss)} instead of a loss. Return a "
+                    "tensor, or a dict with a tensor under 'loss'."
                 )
             self.ledger.begin("backward")
             self.strategy.backward(loss)
@@ -253,8 +253,8 @@ def loss_of(output: Any) -> Tensor:
     found = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     if not found:
         raise TypeError(
-            f"The module returned {type(output).__name__} without a floating-point tensor, so there is no loss to "
-            "train on. Pass loss=..."
+            f"The module returned {messages.a(output)} without a floating-point tensor, so there is no loss to train "
+            "on. Pass loss=, a function of the module and the batch."
         )
     return torch.stack([value.float().mean() for value in found]).sum()
 

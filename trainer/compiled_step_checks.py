@@ -101,11 +101,11 @@ def _check_optimizer(run: Run, optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
         _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
+        _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave out differentiable")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
         _refuse(run, "a scheduler changes momentum, which is constant in a CUDA graph", "Pass cycle_momentum=False")
     if step_hooks(optimizer):
-        _refuse(run, f"{name} has step hooks", "Move what they do to on_train_batch_end")
+        _refuse(run, f"{name} has step hooks", "Move their work to on_train_batch_end")
     own = vars(optimizer).get("step")
     if own is not None and not is_of_scheduler(own):
         _refuse(run, f"the step method of this {name} was replaced", "Override step in a subclass")

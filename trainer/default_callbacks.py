@@ -54,8 +54,8 @@ def _folder_of_logs(root: str) -> str:
     if not storage.is_remote(root):
         return root
     messages.info_once(
-        f"Checkpoints go to {root}. Logs are written locally, to the working directory {os.getcwd()}. Pass a logger "
-        "to choose another place, or logger=False for no logs."
+        f"Checkpoints are written to {root}, but logs are written to the working directory {os.getcwd()}. Pass a "
+        "logger to choose another folder, or logger=False to turn logging off."
     )
     return os.getcwd()
 

@@ -52,7 +52,7 @@ class JointOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"JointOptimizer has no {name!r}: it stands for several optimizers that are stepped together. Use the "
+            f"JointOptimizer has no {name!r}: it combines several optimizers that are stepped together. Use the "
             "optimizers in its .optimizers attribute."
         )
 

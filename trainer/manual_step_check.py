@@ -1,4 +1,4 @@
-"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
+"""Raise if the user's code steps the optimizer or runs backward although the trainer does so itself."""
 
 from __future__ import annotations
 

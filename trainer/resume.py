@@ -134,7 +134,7 @@ class Resumed:
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
-            self.derived.append(f"the accumulation window, which starts over ({waiting} batches are trained on again)")
+            self.derived.append(f"the accumulation window, which starts over (batches trained on again: {waiting})")
         return counters
 
     def find_batch(self) -> None:

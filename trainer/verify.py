@@ -157,7 +157,10 @@ def _run(
         trainer.strategy.start_method = "spawn" if fork_obstacle(trainer.strategy.device.type) else "fork"
     trainer.fit(learner, _ShardedBatches(batches, trainer))
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
-        raise RuntimeError(f"{strategy!r} ran no optimizer step on the {len(list(batches))} batches that it was given.")
+        raise RuntimeError(
+            f"{strategy!r} ran no optimizer step, so there is nothing to compare. Check that training_step returns a "
+            "loss and that no argument prevents training."
+        )
 
 
 def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:

@@ -1279,7 +1279,7 @@ def test_a_training_loader_that_ends_before_its_length_is_caught(trainer: Traine
     refused(
         lambda: trainer.fit(OfTensor(), Says(5, 3)),
         RuntimeError,
-        "train_dataloader has a length of 5 batches",
+        "train_dataloader has length 5",
         "yielded only 3",
         "planned from the length",
         "correct __len__, or remove it",
@@ -1291,7 +1291,7 @@ def test_an_evaluation_loader_that_ends_before_its_length_is_caught(entry: str, 
     refused(
         lambda: getattr(trainer, entry)(OfTensor(), Says(5, 3)),
         RuntimeError,
-        "dataloader has a length of 5",
+        "dataloader has length 5",
         "yielded 3",
         "Correct __len__, or remove it",
     )
