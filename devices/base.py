@@ -98,7 +98,7 @@ class DeviceKind:
             self.synchronize(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """Return a new stream of a device. Only for kinds that overlap copies, like the two methods below."""
+        """Return a new stream of a device. Only kinds that overlap copies support this and the next two methods."""
         raise NotImplementedError(f"A {self.title} has no streams.")
 
     def current_stream(self, device: torch.device) -> Any:

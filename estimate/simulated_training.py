@@ -244,7 +244,7 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in a module's output, or else the sum of its floating-point tensors' float32 means."""
+    """Return the loss in a module's output, or else the sum of the float32 means of its floating-point tensors."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

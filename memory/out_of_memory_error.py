@@ -125,7 +125,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     """Return an error with sizes and advice: torch's own type, or RuntimeError for errors of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
-    samples = f"{now.samples} samples in the batch" if now.samples else ""
+    samples = f"batch size {now.samples}" if now.samples else ""
     place = ", ".join(filter(None, (now.place, samples)))
     of_whom = "GPU memory" if kind_of(device).counts_memory() else "process memory"
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))

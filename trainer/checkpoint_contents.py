@@ -239,9 +239,9 @@ def _restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
 def _same_count(what: str, saved: int, given: int) -> None:
     if saved != given:
         raise ValueError(
-            f"The checkpoint contains {saved} {what}, but configure_optimizers returned {given}. Return the same "
-            f"{what} as when the checkpoint was saved, or load only the weights (load_from_checkpoint) and start a new "
-            "fit."
+            f"The number of {what} in the checkpoint is {saved}, but configure_optimizers returned {given}. Return the "
+            f"same {what} as when the checkpoint was saved, or load only the weights (load_from_checkpoint) and start "
+            "a new fit."
         )
 
 

@@ -175,9 +175,9 @@ class DataSource:
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower val_check_interval, or set check_val_every_n_epoch=None to "
-                    "count across epochs."
+                    f"Trainer: val_check_interval={interval} exceeds the number of training batches per epoch "
+                    f"({batches}), so validation would never run. Lower val_check_interval, or set "
+                    "check_val_every_n_epoch=None to count across epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -316,6 +316,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
+        """Return True if one batch is fetched ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return kind_of(self.run.strategy.device).overlaps_copies() or unknown

@@ -342,7 +342,7 @@ class FitLoop:
         self.finish_batch()
 
     def finish_epoch(self) -> None:
-        """After resuming from a checkpoint that was written in ``on_train_epoch_end``, finish that epoch."""
+        """Finish the epoch after resuming from a checkpoint that was written in ``on_train_epoch_end``."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
@@ -350,7 +350,7 @@ class FitLoop:
         self.close_epoch(complete=self.state.epoch_done)
 
     def end_epoch(self, complete: bool, outputs: Any) -> None:
-        """Do the end-of-epoch work. An epoch that is not ``complete`` is continued by a later fit."""
+        """Do the end-of-epoch work. A later fit continues an epoch that is not ``complete``."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
@@ -451,7 +451,8 @@ class FitLoop:
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.run.strategy.global_rank} had batches left when another rank's train_dataloader ended "
-                f"after {seen} batches in epoch {self.state.epoch}. They are skipped so that no rank waits."
+                f"after {seen} batch{'es' * (seen != 1)} in epoch {self.state.epoch}. These batches are skipped, so "
+                "that no rank waits."
             )
         if seen == 0:
             self.refuse_empty(

@@ -49,7 +49,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
+    """Prepare a run, in the order shown in ``callbacks/base.py``; return the state to resume from, or None."""
     run.child_data = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -433,7 +433,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
     apart = objects.names(objects.types(checkpoint)) if request.weights_only is not False else []
     if apart:
         messages.info(
-            f"{messages.path(path)} also contains {messages.names(apart, last='and')} as objects. They were not "
+            f"{messages.path(path)} also contains objects ({messages.names(apart, last='and')}), which were not "
             "loaded, because loading them can run code that the file specifies. To load them, call "
             f"{request.fn}(weights_only=False)."
         )

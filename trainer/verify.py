@@ -215,8 +215,8 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
     size, rest = divmod(len(tensor), count)
     if rest:
         raise ValueError(
-            f"verify splits every batch across {count} processes, but one batch has {len(tensor)} samples. Choose "
-            f"a batch_size divisible by {count}, and drop_last=True."
+            f"verify splits every batch across {count} processes, but the size of one batch is {len(tensor)}. Choose a "
+            f"batch_size divisible by {count}, and drop_last=True."
         )
     return tensor[rank * size : (rank + 1) * size]
 

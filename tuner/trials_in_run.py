@@ -115,7 +115,7 @@ def take_size(
     also = f", and accumulate_grad_batches to {decided.accumulate}" if effective is not None else ""
     messages.info(
         f"Batch sizes tried: {'; '.join(map(str, found.trials))}. batch_size was set to {decided.size} (previously "
-        f"{before}){also}. Each update uses {learns} samples."
+        f"{before}){also}. Number of samples per update: {learns}."
     )
     return decided
 

@@ -256,7 +256,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
         (
             lambda kind=kind: {"barebones": True, "callbacks": kind()},
             ValueError,
-            ("barebones=True", "contradicts", kind.__name__, "Leave one of them out"),
+            ("barebones=True", "contradicts", kind.__name__, "Leave out one of them"),
         )
         for kind in (BAR, SUMMARY, SAVE)
     ],
@@ -264,7 +264,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
         (
             lambda flag=flag, kind=kind: {flag: False, "callbacks": [kind()]},
             ValueError,
-            (f"{flag}=False", "contradicts", kind.__name__, "Leave one of them out"),
+            (f"{flag}=False", "contradicts", kind.__name__, "Leave out one of them"),
         )
         for flag, kind in (
             ("enable_progress_bar", BAR),
@@ -316,7 +316,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"max_time": "00:01:00:00", "callbacks": [Timer("00:02:00:00")]},
         ValueError,
-        ("max_time='00:01:00:00'", "contradicts the Timer", "Leave one of them out"),
+        ("max_time='00:01:00:00'", "contradicts the Timer", "Leave out one of them"),
     ),
     (
         lambda: {"precision": "16-mixed", "plugins": TruePrecision("bf16-true")},
@@ -1149,7 +1149,7 @@ def test_what_a_module_brings_may_not_contradict_the_trainer(quiet: dict[str, An
         "enable_checkpointing=False",
         "contradicts",
         "ModelCheckpoint",
-        "Leave one of them out",
+        "Leave out one of them",
     )
     wrong = with_method("configure_callbacks", lambda self: ["bar"])
     refused(
