@@ -35,9 +35,10 @@ class WandbLogger(CheckpointUploads):
 
     A separate wandb process writes the values to the run's local file 20 times a second, and sends them. A checkpoint
     waits until the values logged before it are in that file, because wandb's process ends with this one, without
-    writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()``
-    or the end of the program. A failed or interrupted run is immediately marked as failed; it is continued under its id
-    if the logger is used again. If a wandb run is already open, the logger adds to that run.
+    writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to
+    it until ``wandb.finish()`` or the end of the program. A failed or interrupted run is immediately marked as
+    failed; it is continued under its id if the logger is used again. If a wandb run is already open, the logger
+    adds to that run.
 
     A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you pass another id. Values
     from after the checkpoint that the service already has are not sent again. Offline, a new folder in ``wandb/`` holds
