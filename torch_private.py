@@ -340,7 +340,10 @@ fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
 
 def finish_backward(state: Any) -> None:
-    """Finish a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`."""
+    """Finish a backward pass by reducing the gradients that are still waiting.
+
+    ``state``: the root's :func:`fsdp_state`.
+    """
     context = state._state_ctx
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 and newer
         context.manual_backward_finalization_active = False

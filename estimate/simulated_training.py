@@ -84,7 +84,7 @@ class Rehearsal:
 
     Args:
         batch: one process's batch; if None, no steps are run.
-        strategy: a strategy that has been placed; with several processes, the first process is simulated.
+        strategy: a strategy whose devices have been set; with several processes, the first process is simulated.
         optimizer: function that creates the optimizers from the copied module.
         loss: ``loss(module, batch)``; None means :func:`loss_of`.
         activation_checkpointing: same as for ``FSDPStrategy``.

@@ -175,7 +175,11 @@ def _highest(device: torch.device) -> int:
 def _advice(now: Situation, sizes: MemorySizes) -> Iterator[str]:
     kept, door, full = sizes.kept, now.door, now.strategy.precision.name in ("32-true", "64-true")
     if now.samples is not None and now.samples > 1:
-        more = f" with {door.accumulate.format(2 * now.accumulate)}, for the same updates" if now.training else ""
+        more = (
+            (f" with {door.accumulate.format(2 * now.accumulate)}, which keeps the updates the same")
+            if now.training
+            else ""
+        )
         yield f"batch_size={now.samples // 2}{more} (saves up to {messages.size(kept / 2)})"
     if full:
         yield f"{door.precision}, which keeps activations in 16 bits (saves up to {messages.size(kept / 2)})"

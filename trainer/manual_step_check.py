@@ -22,7 +22,7 @@ def stepped(module: Any) -> RuntimeError:
     return RuntimeError(
         f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
-        "self.manual_backward(loss). Or only return the loss, and leave backward(), step() and zero_grad() to the "
+        "self.manual_backward(loss). Or just return the loss and leave backward(), step() and zero_grad() to the "
         "trainer."
     )
 

@@ -67,7 +67,7 @@ class ManagedOptimizer:
         self.expected = False
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Run one optimizer step. Returns False if fp16 found an overflow and left the weights unchanged.
+        """Run one optimizer step; return False if fp16 found an overflow and left the weights unchanged.
 
         Args:
             closure: for optimizers that evaluate the loss themselves.

@@ -37,7 +37,7 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
     assert "train, epoch 0, batch 1, step 0, batch size 8" in said
     assert "Tried to allocate 2.00 GiB." in said
     assert "weights of 20 bytes, gradients of 20 bytes and optimizer state of 0 bytes" in said
-    assert "(1) batch_size=4 with accumulate_grad_batches=6, for the same updates (saves up to" in said
+    assert "(1) batch_size=4 with accumulate_grad_batches=6, which keeps the updates the same (saves up to" in said
     assert "(2) precision='bf16-mixed', which keeps activations in 16 bits (saves up to" in said
     assert "(3) activation checkpointing" in said
     # Of 20 bytes of weights and as many of gradients the other process holds a half.
