@@ -101,7 +101,7 @@ class DistributedStrategy(Strategy):
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         process_group_backend: the process group's backend; if None, gloo for CPU tensors and NCCL for CUDA tensors.
-        init_method: the URL where the processes meet, as for ``init_process_group``; the launcher's address if None.
+        init_method: the rendezvous URL, as for ``init_process_group``; the launcher's address if None.
         timeout: how long a collective waits for the other processes.
         start_method: how the other processes start if there is no launcher: ``"popen"`` runs the command again;
             ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses
@@ -197,7 +197,7 @@ class DistributedStrategy(Strategy):
         owner, named = type(module).__name__, list(module.named_parameters())
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
-                f"{owner} has quantized layers of bitsandbytes, which {type(self).__name__} cannot shard. Use "
+                f"{owner} has quantized bitsandbytes layers, which {type(self).__name__} cannot shard. Use "
                 "strategy='ddp', where each process holds the whole model, or a model without quantized layers."
             )
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]

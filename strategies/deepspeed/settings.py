@@ -295,7 +295,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
         enabled = config.get(key, {}).get("enabled")
         if enabled is not None and bool(enabled) != (precision == mine):
             raise ValueError(
-                f"The DeepSpeed configuration says {key}.enabled={enabled!r}, but the precision is {precision!r}. "
+                f"The DeepSpeed configuration sets {key}.enabled={enabled!r}, but the precision is {precision!r}. "
                 f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: use "
                 f"Trainer(precision={mine!r}) for this mode, or leave {key!r} out of the configuration."
             )
@@ -315,7 +315,7 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
     for key, real in (("train_micro_batch_size_per_gpu", micro), ("train_batch_size", whole)):
         if config.get(key, real) != real:
             raise ValueError(
-                f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
+                f"The DeepSpeed configuration sets {key}={config[key]}, but the train loader has batch_size={micro}"
                 f"{'' if real == micro else f', which makes {real} per step'}. The loader sets the batch size. "
                 f'Leave {key} out, or set it to "auto".'
             )
@@ -323,6 +323,6 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
-        f"The DeepSpeed configuration says {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
+        f"The DeepSpeed configuration sets {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
         f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

@@ -338,7 +338,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _ignored_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters of this module that are not sharded, as they are now."""
+        """Return the current parameters of this module that are not sharded."""
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:

@@ -241,7 +241,7 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Finish the last batch's gradients by multiplying them by the factor that the loss was multiplied by."""
+        """Multiply the last batch's gradients by the factor that the user applied to the loss, and reduce them."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(

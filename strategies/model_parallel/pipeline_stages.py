@@ -219,7 +219,7 @@ class StageRun:
             if current_function_mode() is mode:  # otherwise one of the user's modes is still active inside it
                 mode.__exit__(None, None, None)
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- handling calls --------------------------------------------------------------------------------------------
 
     def _skip(self, block: int, *args: Any, **kwargs: Any) -> Any:
         known = self.passage.skipped
@@ -341,7 +341,7 @@ def is_weight(leaf: Any) -> bool:
 
 
 def is_fake(leaf: Any) -> bool:
-    """Return True if this is a fake tensor, which stands for a result from before the stage's first block."""
+    """Return True if this is a fake tensor, which replaces a result from before the stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 
@@ -361,7 +361,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Return the names and sizes of the blocks.
 
-    The blocks are the children of the container that divides the most parameters among its children.
+    The blocks are the children of the container with the most parameters, not counting its largest child.
     """
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):

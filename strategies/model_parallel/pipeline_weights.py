@@ -134,7 +134,8 @@ class Weights:
     def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
         """Sum a tensor in place across some of the pipeline's processes.
 
-        They need no process group of their own: all processes would have to create it, those of other pipelines too.
+        This needs no process group for these processes. All processes, even in other pipelines, would have to create
+        it.
         """
         group = self.pipeline.group
         if len(users) == self.pipeline.size:
