@@ -51,7 +51,9 @@ class SearchFolders:
 
 
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
-    """Return the newest valid checkpoint, and report which newer ones cannot be used; a fit needs more than weights.
+    """Return the newest valid checkpoint, and report which newer ones cannot be used.
+
+    A fit cannot use checkpoints that contain only weights.
 
     ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or ``"auto"``.
     """

@@ -157,7 +157,7 @@ class HyperparametersMixin:
         chosen = {key: value for key, value in parsed.items() if key in COMMAND_LINE_KEYS and by_name}
         for arg in args:
             if is_config(arg) and len(args) == 1:
-                break  # the config is kept as it is
+                break  # the config is stored unchanged
             if not isinstance(arg, str):
                 chosen.update(_entries(arg, owner))
             elif arg in arguments:
@@ -214,8 +214,8 @@ def _entries(config: Any, owner: str) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     raise TypeError(
-        f"{owner}.save_hyperparameters({config!r}): a {type(config).__name__} has no named entries. Pass argument "
-        "names, a dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
+        f"{owner}.save_hyperparameters({config!r}): {messages.a(config)} has no named entries. Pass argument names, a "
+        "dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
     )
 
 

@@ -110,7 +110,7 @@ def _not_imported(name: str) -> ValueError:
 
 
 class _Guard:
-    """Refuses this thread's imports of modules that jsonargparse takes from a value; its own imports go on."""
+    """Rejects this thread's imports of modules that a value names; jsonargparse's own imports still work."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []

@@ -22,7 +22,7 @@ _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects pickled into a section of their own, keyed by their original places.
+    """Return the checkpoint with its objects pickled into a separate section, keyed by their original paths.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
@@ -77,12 +77,12 @@ def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
 
 
 def names(found: Mapping[str, str]) -> list[str]:
-    """Return the places and types of pickled objects for a message."""
+    """Return the paths and types of pickled objects for a message."""
     return [f"{place} ({kind})" for place, kind in found.items()]
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Unpickle the objects and put them back in their places. This runs code named in the file.
+    """Unpickle the objects and put them back at their original paths. This runs code named in the file.
 
     Args:
         checkpoint: the checkpoint, which is changed in place and returned.

@@ -85,7 +85,7 @@ def load_weights(
 
 
 def _that_layers_can_take(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the extra state of layers that TransformerEngine had replaced and that are torch's own here."""
+    """Drop the extra state of layers that TransformerEngine replaced in the saved run but not in this module."""
     extra = {key for key in state if key.endswith(_EXTRA)}
     if not extra:
         return state

@@ -260,9 +260,9 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
     does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded and nothing in it was run: it holds more than plain data and tensors, "
-        f"and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which runs that "
-        f"code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it contains more than plain data and "
+        f"tensors, and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
+        f"runs that code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
         "torch.serialization.add_safe_globals([...])."
     )
 

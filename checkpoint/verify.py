@@ -108,7 +108,7 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Return True if torch would read other bytes than the checksum covers, or no bytes at all (a folder entry)."""
+    """Return True if torch would read different bytes than the checksum covers, or no bytes at all (a folder entry)."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 

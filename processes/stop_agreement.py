@@ -126,5 +126,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """Return the signal that ends the run on all ranks: the one that the lowest rank received, or 0 if none did."""
+    """Return the signal that ends the run on all ranks: the lowest rank's signal, or 0 if no rank received one."""
     return next((signum for signum in signums if signum), 0)

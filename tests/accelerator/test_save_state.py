@@ -123,7 +123,7 @@ def test_g3_u7_a_state_of_two_processes_goes_on_in_one_at_the_same_sample(
     _, seen, _ = go_on(folder, 4, {})
     epoch = [i for batch in [*before[0], *before[1], *seen[:3]] for i in batch]
     assert sorted(epoch) == list(range(28))
-    said = [text for text in caplog.messages if "Derived instead of restored" in text]
+    said = [text for text in caplog.messages if "These were derived instead of restored" in text]
     assert "was written on 2 ranks and this run has 1 rank" in said[0]
     assert "the gradients of the incomplete window" in said[0]
 
