@@ -29,9 +29,9 @@ class SearchFolders:
 
     @classmethod
     def of(cls, savers: Sequence[tuple[str | None, str | None]], runs: Iterable[str]) -> SearchFolders:
-        """Return a run's folders; those of earlier runs only if a callback saves to the default folder.
+        """Return a run's folders, and earlier runs' folders if a callback saves to the default folder.
 
-        This creates no folders, because a resumed fit uses those of the run that it resumes.
+        This creates no folders, because a resumed fit uses the folders of the run that it resumes.
 
         Args:
             savers: the folder (None if not chosen yet) and file name of each callback that saves checkpoints.

@@ -17,7 +17,7 @@ from .plain_data import plain
 SECTION = "objects"
 #: Entries whose own entries are checked one by one.
 _NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-#: Entries that hold a run's state, which must not contain objects.
+#: Entries with a run's state, which must not contain objects.
 _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_states", "lr_schedulers")
 
 
@@ -28,7 +28,7 @@ def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
 
     Raises:
-        TypeError: if an object cannot be pickled; the message says which one.
+        TypeError: if an object cannot be pickled; the message names it.
     """
     found: dict[str, dict[str, Any]] = {}
     kept = {}

@@ -20,7 +20,8 @@ class RunFiles:
         folder: absolute path or URL of the folder; ``""`` until it is known.
         mark: a string unique to the run, stored in each of its checkpoints.
         line: a string shared by a chain of runs, each resumed from the newest checkpoint of the previous one. It is
-            stored in the manifests of the files managed here, but not in those of other files in the same folder.
+            stored in the manifests of the files managed here, but not in the manifests of other files in the same
+            folder.
     """
 
     folder: str
@@ -43,7 +44,7 @@ class RunFiles:
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete files that were no longer needed when ``start`` was saved; return those that the next save replaces.
+        """Delete files that were no longer needed when ``start`` was saved; return files that the next save replaces.
 
         The next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
         """

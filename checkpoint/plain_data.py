@@ -26,7 +26,7 @@ def plain(value: Any, where: str) -> Any:
     ``where`` is the name of ``value`` in the error message, for example ``"callbacks['EMA']"``.
 
     Raises:
-        TypeError: if the value contains anything else; the message says where, of what type, and how to fix it.
+        TypeError: if the value contains anything else; the message shows its path and type, and how to fix it.
     """
     kind = type(value)
     if kind in _LEAVES:

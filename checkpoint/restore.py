@@ -61,10 +61,10 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
 
-    ``advice`` says how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
+    ``advice`` explains how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
 
     Raises:
-        RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.
+        RuntimeError: if names are missing or unexpected, or shapes differ; the message explains how to fix it.
     """
     state = _that_layers_can_take(module, state)
     try:

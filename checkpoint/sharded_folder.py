@@ -279,7 +279,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder. Like any part of a checkpoint, the index must not run code."""
+    """Reads torch's index of a folder. Like any part of a checkpoint, it must load without running code."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))

@@ -30,11 +30,11 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """Write a checkpoint so that ``path`` is always either the old or the complete new file, even after a crash.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
-    ``path``. Tensors are streamed, so the file is never held in memory. A ``NewPath`` never replaces an existing file.
+    ``path``. Tensors are streamed, so the whole file is never in memory. A ``NewPath`` never replaces an existing file.
     ``whole`` is False for a file in a checkpoint folder, because the folder has its own manifest.
 
     Raises:
-        TypeError: if a value is neither plain data nor a tensor; the message says which one.
+        TypeError: if a value is neither plain data nor a tensor; the message names it.
         FileExistsError: if a file exists at a ``NewPath``.
         OSError: if the file could not be written. An earlier file at ``path`` is then unchanged.
     """

@@ -77,7 +77,7 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
         return Problem("it is a zip file with other contents", foreign=True)
     if size != end:
         why = f"it has {size} bytes but should end after {end}"
-        return Problem(why, fix=f"If something was appended to the file, remove that with truncate -s {end} FILE.")
+        return Problem(why, fix=f"If bytes were appended to the file, remove them with truncate -s {end} FILE.")
     return None
 
 

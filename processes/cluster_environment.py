@@ -300,9 +300,9 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
     if num_nodes <= 1:
         return "127.0.0.1"
     raise RuntimeError(
-        f"{name} started processes on {num_nodes} machines, but does not say which host rank 0 runs on, and "
-        "MASTER_ADDR is not set. Export these variables to all processes: MASTER_ADDR=<host of rank 0> "
-        "MASTER_PORT=<a free port there>."
+        f"{name} started processes on {num_nodes} machines, but does not report the host of rank 0, and MASTER_ADDR "
+        "is not set. Export these variables to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port "
+        "there>."
     )
 
 

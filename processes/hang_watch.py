@@ -1,4 +1,4 @@
-"""Report where every rank is when a rank waits for a missing one, so that the run does not hang silently.
+"""Report the positions of all ranks if one of them waits for a missing rank, so that a run does not hang silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
 requested this rank's position, and replies with the line of user code that the main thread is running. A rank sends
@@ -70,7 +70,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error says where every rank is."""
+        """Context manager for waiting at ``place``; if the wait fails, the error shows where every rank is."""
         self._place, self._since, self._noticed = place, time.monotonic(), False
         try:
             yield
@@ -125,7 +125,7 @@ class Watch:
         """Stop the thread that replies to other ranks."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for an answer
+            self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for a reply
         self.progress, self.vote = str, None  # both keep the run and its process groups alive
 
     # ---- answering -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Watch:
                 while self._store.check([f"ask/{self._answered}"]):
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
-                    self._noticed = bool(self._since)  # the rank that asked reports for all waiting ranks
+                    self._noticed = bool(self._since)  # the requesting rank reports for all waiting ranks
                 while self._store.check([f"report/{self._reported}"]):
                     self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
                     self._reported += 1
@@ -173,7 +173,7 @@ class Watch:
         """
         question = self._answered
         try:
-            store = self._store.clone()  # waiting in the thread's own store would keep the thread from answering
+            store = self._store.clone()  # waiting in the thread's own store would keep the thread from replying
             if self._is_mine(question, store):
                 return self._describe(self._ask_all(question, store))
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)

@@ -151,9 +151,9 @@ def set_random_states(states: dict[str, Any]) -> None:
     missing += [name for name in states if name not in _HOST and not kind_of(name).set_random_states(states[name])]
     if missing:
         messages.warn_once(
-            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored "
-            "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
-            "the saved run. Import numpy before fit, or use the same number of devices.",
+            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored (numpy is "
+            "not imported, or the devices differ), so the random numbers will differ from the saved run's. Import "
+            "numpy before fit, or use the same number of devices.",
             key=_DIFFER,
         )
 
@@ -168,8 +168,8 @@ def warn_of_other_device(saved: str | None, present: str) -> None:
     if saved not in (None, present):
         messages.warn_once(
             f"The saved run used the device {saved!r}, but this run uses {present!r}. Each kind of device generates "
-            f"its own random numbers, so they will differ from those of the saved run. Resume on {saved!r} to get the "
-            "same numbers.",
+            f"its own random numbers, so they will differ from the saved run's. Resume on {saved!r} to get the same "
+            "numbers.",
             key=_DIFFER,
         )
 

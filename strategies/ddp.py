@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Communication hooks that can be given by name.
+#: Communication hooks that can be selected by name.
 HookName = Literal["fp16", "bf16", "powersgd"]
 HOOKS: tuple[HookName, ...] = get_args(HookName)
 #: Wrappers that compress before another hook runs.
@@ -332,7 +332,7 @@ class _Step(nn.Module):
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and the hook to register with torch; the hook and its wrapper may be given by name."""
+    """Return the state and the hook to register with torch; the user may have passed them by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

@@ -187,8 +187,8 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{len(layers)} batch norms in {type(module).__name__} see only their own process's batch, so the "
-            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
+            f"{len(layers)} batch norms in {type(module).__name__} see only their own process's batch, so the results "
+            f"differ from a run on a single process that sees all {self.num_data_ranks} batches. "
             "Trainer(sync_batchnorm=True) makes them match, at the cost of two small reductions per layer."
         )
 
@@ -319,7 +319,7 @@ class DistributedStrategy(Strategy):
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error says where the other ranks are."""
+        """Context manager for waiting at ``place``; if the wait fails, the error shows where the other ranks are."""
         return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:

@@ -37,7 +37,7 @@ class Placement:
 
     #: Deferred weights of the module that was set up most recently; each module gets a new object.
     waiting: Waiting = Waiting()
-    #: Whether each process holds the whole module, as quantized weights need.
+    #: Whether each process holds the whole module, which quantized weights require.
     holds_whole_module: ClassVar[bool] = True
     #: Whether an optimizer step goes through the precision's ``optimizer_step``.
     steps_through_precision: ClassVar[bool] = True

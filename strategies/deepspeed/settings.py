@@ -107,8 +107,8 @@ class DeepSpeedSettings:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
                     f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can clip, "
-                    "scale and save only 16-bit and 32-bit tensors that are held in memory, and does not support "
-                    f"mixture-of-experts models. Leave {name} out."
+                    "scale and save only 16-bit and 32-bit tensors in memory, and does not support mixture-of-experts "
+                    f"models. Leave {name} out."
                 )
         for field, default, why in (
             ("is_train_batch_min", True, "DeepSpeed does not need the batch size"),
@@ -126,8 +126,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors that "
-                    "are held in memory. Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors in "
+                    "memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -162,14 +162,14 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
-                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors that "
-                'are held in memory. Use "device": "cpu".'
+                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors in "
+                'memory. Use "device": "cpu".'
             )
     return found
 
 
 def read_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return everything in a configuration as a dict.
+    """Return a complete configuration as a dict, from a file if ``config`` is a path.
 
     Raises:
         ValueError: the file does not exist or is not JSON.
@@ -226,7 +226,7 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
     chosen = zero.get("stage", stage)
     if isinstance(chosen, bool) or chosen not in (1, 2, 3):
         hint = " For stage 0, use strategy='ddp'." if chosen == 0 else ""
-        raise ValueError(f"DeepSpeedStrategy has no ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
+        raise ValueError(f"DeepSpeedStrategy does not support ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
     if chosen != 3 and (offload_parameters or zero.get("offload_param")):
         raise ValueError(
             f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 partitions them. Use "

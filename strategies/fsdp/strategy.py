@@ -179,8 +179,8 @@ class FSDPStrategy(DistributedStrategy):
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world:
                 raise ValueError(
-                    f"FSDPStrategy: device_mesh has shape {tuple(mesh.shape)}, which is {mesh.size()} processes, but "
-                    f"this run has {world}. Pass a mesh of all processes, 1-D or 2-D (replicate, shard)."
+                    f"FSDPStrategy: device_mesh has shape {tuple(mesh.shape)}, which needs {mesh.size()} processes, "
+                    f"but this run has {world}. Pass a mesh of all processes, 1-D or 2-D (replicate, shard)."
                 )
             return tuple(mesh.shape)
         replicate, shard = self.sizes

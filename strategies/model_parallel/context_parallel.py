@@ -107,7 +107,7 @@ class SplitSequences:
             counts = whole != 0
             if bool((counts[:, 1:] & ~counts[:, :-1]).any()):
                 raise NotImplementedError(
-                    "attention_mask hides tokens that are followed by others. With split sequences, only padding at "
+                    "attention_mask hides tokens that precede visible tokens. With split sequences, only padding at "
                     "the end of each sequence can be hidden. Pad on the right (padding_side='right')."
                 )
             self.attention.padded = not bool(counts.all())

@@ -145,7 +145,7 @@ class Stages:
 
 
 class StageRun:
-    """Context manager for one run of a step on one stage; it intercepts the calls of blocks.
+    """Context manager for one run of a step on one stage; it intercepts calls to blocks.
 
     Args:
         stages: all stages.
@@ -197,7 +197,7 @@ class StageRun:
         return False
 
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
-        """Make ``how`` handle the calls of a block, before hooks and compiled code run."""
+        """Make ``how`` handle calls to a block, before hooks and compiled code run."""
         attributes = vars(self.stages.blocks[block])
         self._before[block] = attributes.get(COMPILED_CALL)
         attributes[COMPILED_CALL] = how

@@ -180,7 +180,7 @@ class Weights:
     def _counts(self, name: str | None) -> bool:
         """Return True if this process includes a gradient in the total norm.
 
-        For a weight that several processes share, only the first of them does.
+        If several processes share a weight, only the first of these processes includes its gradient.
         """
         if name is None:
             return self.pipeline.rank == 0

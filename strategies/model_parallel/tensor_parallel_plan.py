@@ -337,7 +337,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Return True unless a child between the layers has weights of that width and so may need all hidden features."""
+    """Return True unless another child may need all hidden features, because its weights have the hidden width."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

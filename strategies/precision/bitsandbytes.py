@@ -69,7 +69,8 @@ class BitsandbytesPrecision(MixedPrecision):
             raise ValueError(messages.unknown("mode of BitsandbytesPrecision", mode, MODES))
         if dtype not in (None, *_DTYPES):
             raise ValueError(
-                f"BitsandbytesPrecision got dtype={dtype}. Choose torch.bfloat16, torch.float16 or torch.float32."
+                f"BitsandbytesPrecision does not support dtype={dtype}. Choose torch.bfloat16, torch.float16 or "
+                "torch.float32."
             )
         if isinstance(ignore_modules, str):
             raise TypeError(f"ignore_modules={ignore_modules!r} is a string. Pass a list or a set of names.")

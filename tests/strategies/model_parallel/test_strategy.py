@@ -561,7 +561,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         assert forward(attention_mask=x) is x
         split = SplitSequences(mesh, {})
         forward = split.without_padding_mask(lambda attention_mask: F.scaled_dot_product_attention(q, q, q))
-        for padding, error in ((x > 4, "followed by others"), (x < 6, "attention is not causal"), (x >= 0, None)):
+        for padding, error in ((x > 4, "precede visible tokens"), (x < 6, "attention is not causal"), (x >= 0, None)):
             with split.split([padding], [1], ()):
                 if error is None:
                     assert forward(attention_mask=padding).shape == q.shape
