@@ -45,7 +45,7 @@ def check(template: str, what: str) -> None:
             if conversion:
                 raise ValueError(f"a conversion, '!{conversion}'")
             if name is not None and not (_takes(0.0, spec or "") or _takes(0, spec or "")):
-                raise ValueError(f"the format {spec!r} of {name!r} cannot format a number")
+                raise ValueError(f"the format {spec!r} of {name!r} is not a number format")
     except ValueError as error:
         raise ValueError(
             f"{what} got {template!r}, which is not a valid template: {error}. "

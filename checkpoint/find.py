@@ -71,7 +71,7 @@ def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | 
         )
     elif listed:
         say = messages.info if harmless else messages.warn
-        say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")
+        say(f"ckpt_path={word!r} skips {listed} and uses {chosen}.")
     return chosen
 
 

@@ -56,7 +56,7 @@ class RunFiles:
     def _later_than(self, path: str, depth: int) -> list[str]:
         """Return the checkpoints from the same chain of runs that were saved after the one at ``path``.
 
-        The search goes up to ``depth`` folders down.
+        The search covers up to ``depth`` levels of subfolders.
         """
         start = manifest.read_or_none(path)
         if start is None:
@@ -82,7 +82,9 @@ class RunFiles:
         try:
             (remove or storage.remove)(path)
         except OSError as error:
-            messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
+            messages.warn(
+                f"The checkpoint {path!r} is no longer needed, but could not be deleted ({error}). Delete it manually."
+            )
 
     def relative(self, path: str) -> str:
         """Return the path relative to the folder, as it is stored in checkpoints."""

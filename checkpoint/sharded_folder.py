@@ -195,7 +195,10 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
         if target.is_file():  # at a URL, a file and a folder can have the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted: {error}")
+        messages.warn(
+            f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted ({error}). Delete "
+            "it manually."
+        )
 
 
 def _clear(temporary: Path, target: Location) -> None:

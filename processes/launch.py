@@ -193,7 +193,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
         def tell(number: int) -> None:
             if not joined.exists():
                 messages.error(
-                    f"{signal_name(number)} stopped {num_processes} processes while they were starting: nothing "
+                    f"{signal_name(number)} stopped the processes ({num_processes}) while they were starting: nothing "
                     "has been trained or saved."
                 )
 

@@ -258,8 +258,8 @@ def _cannot_meet(error: Exception, place: RendezvousPoint) -> OSError:
             f"it. Set {port} to a free port{others}",
         )
     return OSError(
-        f"The machines could not find each other at {where} ({address}:{port}): this is machine "
-        f"{node}={place.node_rank} of {place.num_nodes}. Start the same command on all machines within 15 minutes, "
-        "with an address of machine 0 that the others can reach and a port that no firewall blocks. "
-        f"({str(error).splitlines()[0]})"
+        f"The machines could not find each other at {where} ({address}:{port}): this machine has "
+        f"{node}={place.node_rank}, and there are {place.num_nodes} machines in total. Start the same command on all "
+        "machines within 15 minutes, with an address of machine 0 that the others can reach and a port that no "
+        f"firewall blocks. ({str(error).splitlines()[0]})"
     )

@@ -187,9 +187,9 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{len(layers)} batch norms in {type(module).__name__} see only their own process's batch, so the results "
-            f"differ from a run on a single process that sees all {self.num_data_ranks} batches. "
-            "Trainer(sync_batchnorm=True) makes them match, at the cost of two small reductions per layer."
+            f"{type(module).__name__} has batch norms ({len(layers)}) that see only their own process's batch, so the "
+            f"results differ from a run on a single process that sees all {self.num_data_ranks} batches. "
+            "Trainer(sync_batchnorm=True) makes the results match, at the cost of two small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
@@ -255,8 +255,8 @@ class DistributedStrategy(Strategy):
         join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
-                f"A process group of {dist.get_world_size()} processes already exists, but this run has "
-                f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
+                f"A process group with world size {dist.get_world_size()} already exists, but this run has world size "
+                f"{self.world_size} (devices={len(self.devices)}, num_nodes={self._nodes}). Let Paceline call "
                 "init_process_group, or set devices and num_nodes to match that group."
             )
         self._host, self._watch = host_room(self.timeout)

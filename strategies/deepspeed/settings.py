@@ -192,9 +192,14 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} is not valid JSON: {error}.") from None
+        raise ValueError(
+            f"DeepSpeedStrategy: config={str(path)!r} is not valid JSON: {error}. Correct the file, or pass a dict."
+        ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, not a JSON object.")
+        raise ValueError(
+            f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, but a configuration must be a "
+            "JSON object."
+        )
     return found
 
 

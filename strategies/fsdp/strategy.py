@@ -372,7 +372,7 @@ class FSDPStrategy(DistributedStrategy):
     def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run an evaluation step, then free the weights that it gathered.
 
-        It runs outside inference mode, because weights gathered in inference mode cannot be trained later.
+        The step runs outside inference mode, because weights gathered in inference mode cannot be trained later.
         """
         with torch.inference_mode(False), torch.no_grad():
             result = holder(step, *args, **kwargs)
@@ -401,7 +401,7 @@ class FSDPStrategy(DistributedStrategy):
             foreign = [p for p in given if id(p) not in own]
             if foreign:
                 raise ValueError(
-                    f"{len(foreign)} of the {len(given)} parameters of {kind} are not in the sharded module "
+                    f"The sharded module does not contain {len(foreign)} of the {len(given)} parameters of {kind} "
                     f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
                     "configure_optimizers, from self.parameters(); in your own loop, pass it the parameters of a "

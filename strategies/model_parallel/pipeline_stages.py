@@ -416,8 +416,8 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     """Return the names of the blocks (the split points and their siblings), and the first block of each stage."""
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
-            f"split_points={split_points!r} must be a list of {count - 1} names for {count} pipeline stages: the first "
-            "modules of the second and later stages."
+            f"split_points={split_points!r} must list the name of the first module of each pipeline stage except the "
+            f"first one ({count - 1} in total, for {count} stages)."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:

@@ -206,7 +206,7 @@ def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) ->
     other = Accelerator(cpu=True)
     model = nn.Linear(4, 8)
     other.prepare(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match=r"optimizer 0 \(AdamW\): parameter group 0 had 6 parameters, but now has 2"):
+    with pytest.raises(ValueError, match=r"0 \(AdamW\): the number of parameters in group 0 was 6, but is now 2"):
         other.load_state(tmp_path / "s")
     bare = Accelerator(cpu=True)
     bare.prepare(nn.Linear(4, 8))
