@@ -114,7 +114,7 @@ class Gradients:
                 self.state.window.settle(one)
 
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """Finalize the gradients of parameters; return the model's current parameters and the strategy to clip with."""
+        """Finalize the parameters' gradients; return the model's current parameters and the strategy to clip with."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}

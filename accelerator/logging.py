@@ -64,7 +64,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return the logger with the given name, usually ``__name__``, for multi-process scripts.
 
     Its level is set to ``log_level``, or else to the environment variable ``PACELINE_LOG_LEVEL`` (or
-    ``ACCELERATE_LOG_LEVEL``). If neither is given, the level stays unchanged.
+    ``ACCELERATE_LOG_LEVEL``). If neither is set, the level stays unchanged.
     """
     level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
     logger = logging.getLogger(name)

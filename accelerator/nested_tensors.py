@@ -89,8 +89,8 @@ def leaves(data: Any) -> list[Tensor]:
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings.
 
-    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so they must not
-    change yet. Other tensors may change immediately in any case.
+    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so do not change
+    them yet. You may change all other tensors immediately.
     """
     place = torch.device(device)
     kind = kind_of(place)

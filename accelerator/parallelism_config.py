@@ -91,7 +91,7 @@ class ParallelismConfig:
         sp_size: number of processes across which each sequence is split by the loaders that are prepared together with
             a model. Their batches are dicts with ``input_ids`` and ``position_ids``; ``shift_labels`` replaces
             ``labels``. Parameters are sharded across them too.
-        cp_backend, sp_backend: each has only one value.
+        cp_backend, sp_backend: each accepts only one value.
         sp_handler: has no effect.
     """
 
@@ -258,7 +258,7 @@ class ParallelismConfig:
 
 
 def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
-    """Raise a ValueError if these cannot be the arguments of ``maybe_context_parallel``."""
+    """Raise a ValueError if these are not valid arguments for ``maybe_context_parallel``."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
         problem = f"{len(buffers)} buffers, but {len(dims)} buffer_seq_dims. Pass one dimension for each buffer."

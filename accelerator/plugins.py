@@ -198,7 +198,7 @@ _DYNAMO = {
 
 
 def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] | None) -> TorchDynamoPlugin:
-    """Return the given plugin with its unset fields filled in from the settings."""
+    """Return the plugin that was passed, with its unset fields filled in from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
             f"Accelerator: dynamo_plugin={plugin!r} is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or use "
@@ -244,12 +244,12 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     """
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set ``mixed_precision_policy`` if it is None, or with ``override`` in any case.
+        """Set ``mixed_precision_policy``; a policy that is already set is replaced only with ``override``.
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or a dtype.
             buffer_autocast: has no effect, because FSDP2 does not convert buffers.
-            override: whether to replace a policy.
+            override: whether to replace an existing policy.
 
         Raises:
             ValueError: the dtype is unknown.

@@ -89,9 +89,10 @@ class AcceleratorProperties(Processes):
         "dataloader_config.even_batches", "Whether all processes get the same number of batches."
     )
     use_seedable_sampler = Shown[bool](
-        "dataloader_config.use_seedable_sampler", "Either way, the order depends only on the seed and the epoch."
+        "dataloader_config.use_seedable_sampler",
+        "Has no effect; the order always depends only on the seed and the epoch.",
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Either way, copies to a GPU do not block.")
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect; copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
         "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )

@@ -147,7 +147,8 @@ class States:
 
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
-            load_kwargs: ``weights_only=True``, which is always so, and ``map_location``, which has no effect.
+            load_kwargs: accepts ``weights_only=True``, which is always in effect, and ``map_location``, which has no
+                effect.
             strict: whether an object that cannot be restored raises an error, before anything changes, or a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 

@@ -252,7 +252,7 @@ class Restored:
         self._compare_counts("loader", loaders, self.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
-            self.missing.append("the loss scale, which starts over")
+            self.missing.append("the loss scale, which keeps its current value")
         if not self.ranks:
             self.missing.append("RNG states and the position in the data, because save_state did not write the file")
 

@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """Return a copy with plugins that the settings request (``use_fsdp``, ...) and unset fields filled in."""
+        """Return a copy with unset fields filled in, and with plugins that the settings request (``use_fsdp``, ...)."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)

@@ -241,7 +241,9 @@ class Trackers(list[GeneralTracker]):
                 raise RuntimeError(self._why_not(f"accelerator.get_tracker({name!r})"))
             there = [tracker.name for tracker in self]
             if not there:
-                raise ValueError(f"get_tracker({name!r}): there is no tracker. Set Accelerator(log_with={name!r}).")
+                raise ValueError(
+                    f"get_tracker({name!r}): this Accelerator has no trackers. Set Accelerator(log_with={name!r})."
+                )
             raise ValueError(messages.unknown("tracker", name, there))
         return found.tracker if unwrap else found  # type: ignore[attr-defined]
 
@@ -297,7 +299,7 @@ class Trackers(list[GeneralTracker]):
 
     def _why_not(self, call: str) -> str:
         if self._ended:
-            return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
+            return f"{call} was called after end_training closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
                 f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, for example with "
@@ -324,7 +326,7 @@ def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[st
         return _Absent(_name(one))
     if isinstance(kind, (Logger, GeneralTracker)):
         given = {_name(one): init_kwargs.get(_name(one))}
-        messages.ignored("init_kwargs", "log_with has the finished object, which has its own arguments", **given)
+        messages.ignored("init_kwargs", "log_with contains an existing object, which has its own arguments", **given)
         return LoggerTracker(kind) if isinstance(kind, Logger) else kind
     folder = [logging_dir] if kind.requires_logging_directory else []
     return kind(project_name, *folder, **init_kwargs.get(_name(one), {}))

@@ -191,7 +191,7 @@ def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Return gradients per rank whose mean across ranks (or sum, if items are counted) is that of the saved run."""
+    """Return per-rank gradients with the same mean as in the saved run (the same sum if items are counted)."""
     by_items = {
         index
         for entry in ranks[0]["windows"]
