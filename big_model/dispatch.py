@@ -61,7 +61,7 @@ def dispatch_model(
         device_map: device (a number, ``"cpu"``, ``"disk"``) by module or tensor name; ``""`` means all others.
         main_device: device on which offloaded parts run; None means the first accelerator in the map, or else the CPU.
         state_dict: values of offloaded parts, if they are not in the model.
-        offload_dir: folder for values with device ``"disk"`` that no safetensors file contains in the right dtype.
+        offload_dir: folder for weights with device ``"disk"`` that no safetensors file contains in the right dtype.
         offload_index: index of that folder (or of safetensors files), if it already exists.
         offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
@@ -232,7 +232,7 @@ def check_filled(model: nn.Module) -> None:
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
-            f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
+            f"{type(model).__name__} has no values for {len(empty)} of its tensors: {', '.join(empty[:5])}"
             f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model computes "
             "itself need real memory (init_empty_weights(include_buffers=False))."
         )

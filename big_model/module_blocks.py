@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-#: Containers that only hold modules and cannot be called.
+#: Containers, which only store modules and cannot be called.
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 

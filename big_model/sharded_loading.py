@@ -139,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Context manager that, if one process raises an error, raises it on all processes that share the sharded model."""
+    """Context manager that raises an error on all processes that share the sharded model if one of them fails."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
