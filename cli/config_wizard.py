@@ -10,14 +10,15 @@ from .. import messages
 from ..settings import SETTINGS
 
 MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
-#: The settings and the kinds of device that types of machine stand for.
+#: The setting and the kind of device for each type of machine.
 _SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
 _KINDS = {"multi-GPU": "cuda", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
 _INSTEAD_OF_AWS = (
     "is not supported: Paceline starts processes only on the machine on which it is launched. Choose 'This machine'. "
-    "To train on N machines, run on each, with RANK from 0 to N - 1: paceline launch --num_machines N "
-    "--num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 train.py."
+    "To train on N machines, run this command on each of them, with RANK from 0 to N - 1: paceline launch "
+    "--num_machines N --num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 "
+    "train.py."
 )
 
 
@@ -42,7 +43,7 @@ class Dialog:
     def choose(self, question: str, choices: Sequence[str], unsupported: Mapping[str, str] | None = None) -> str:
         """Ask the user to pick one of ``choices``; the first is the default.
 
-        ``unsupported`` has, for choices that are listed but not supported, what to do instead.
+        ``unsupported`` maps choices that are listed but not supported to messages that say what to do instead.
         """
 
         def parse(word: str) -> str:

@@ -96,10 +96,10 @@ def _add_own(parser: ArgumentParser) -> None:
         "tee",
         "-t",
         metavar="STREAMS",
-        help="which output --log_dir writes: 1 standard output, 2 errors, 3 both (default), or 0:1,1:2 by local rank",
+        help="output to write to --log_dir: 1 for stdout, 2 for stderr, 3 for both (default), or 0:1,1:2 by local rank",
     )
     _add(parser, "role", default="default", metavar="NAME", help="prefix of the lines in --log_dir")
-    _add(parser, "same_network", action="store_true", help="no effect: machines always meet at --main_process_ip")
+    _add(parser, "same_network", action="store_true", help="no effect; machines always connect to --main_process_ip")
 
 
 def _add(parser: Any, name: str, *more: str, **how: Any) -> None:

@@ -4,7 +4,7 @@ The processes do not communicate. Each one iterates over the same full order and
 :func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
 To put an evaluation's outputs into the dataset's order, join them round by round, and rank by rank within each round,
-without those of :func:`surplus` batches.
+leaving out the outputs of :func:`surplus` batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .uneven_shards import Division, RoundShare, Shard
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-#: Attributes for the number of ranks, one of which a sampler that splits the samples by rank has (torch, transformers).
+#: Attributes in which samplers that split the samples by rank store the number of ranks (torch, transformers).
 _RANKS = ("num_replicas", "world_size", "dp_size")
 
 
@@ -371,9 +371,9 @@ def is_split(loader: Any) -> bool:
     known = num_ranks_of(dataset)
     if known == 1 and counts_ranks_at_creation(dataset):
         raise ValueError(
-            f"The {type(dataset).__name__} was created before this run's processes started. It found 1 rank then, so "
-            "every rank would read all of its samples. Create it later: in train_dataloader() of the module or "
-            "DataModule, or after the Accelerator."
+            f"The {type(dataset).__name__} was created before this run's processes started. At that time, it found "
+            "only 1 rank, so every rank would read all of its samples. Create it later: in train_dataloader() of the "
+            "module or DataModule, or after the Accelerator."
         )
     return known is not None and known > 1
 

@@ -15,7 +15,7 @@ DEPTH = 4
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint.
+    """A checkpoint that a command works on.
 
     Attributes:
         path: the file or folder.

@@ -20,6 +20,6 @@ def run(arguments: Namespace) -> int:
     for one in checkpoints(arguments.path):
         wrong = problem(one.path)
         damaged += wrong is not None
-        fine = "ok" if one.known is not None else "ok, by its own checksums (it has no manifest)"
+        fine = "ok" if one.known is not None else "ok, according to its own checksums (no manifest)"
         messages.answer(f"{one.path}: {fine if wrong is None else wrong.why}")
     return int(damaged > 0)
