@@ -274,12 +274,14 @@ class Accelerator(AcceleratorProperties):
             device_placement: for each object, whether to move it to the device.
 
         Returns:
-            A tuple of the prepared objects in the order given, or the object itself if there is only one.
+            A tuple of the prepared objects, in the order in which they were passed; a single object is returned by
+            itself.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(
-                f"accelerator.prepare got {len(objects)} objects, but device_placement has {len(device_placement)} "
-                "values. Pass one bool per object, or leave out device_placement."
+                "accelerator.prepare got different numbers of objects and device_placement values "
+                f"({len(objects)} and {len(device_placement)}). Pass one bool per object, or leave out "
+                "device_placement."
             )
         found = self.prepared.prepare(objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)

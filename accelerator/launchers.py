@@ -69,7 +69,8 @@ def notebook_launcher(
     if is_initialized():
         messages.warn_once(
             "An Accelerator was created before notebook_launcher was called, so it works only on one process. "
-            "Create another one inside the launched function, and don't use anything there that the first one prepared."
+            "Create a new Accelerator inside the launched function, and do not use objects there that the first one "
+            "prepared."
         )
     return _start(function, args, count, kind, variables, place)
 

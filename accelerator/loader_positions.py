@@ -256,7 +256,8 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
                 if one.done == begun + 1 and not begun:
                     messages.info_once(
                         f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
-                        "epoch, so it trains on its first batches twice. To continue at the saved position, use "
+                        "epoch, so it trains on that epoch's first batches twice. To continue at the saved position, "
+                        "use "
                         f"accelerator.skip_first_batches(loader, {done})."
                     )
                 break

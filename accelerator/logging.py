@@ -46,7 +46,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Process arguments like the standard adapter, but keep a call's ``extra``."""
+        """Process a call's arguments as the standard adapter does, but keep the call's ``extra``."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:

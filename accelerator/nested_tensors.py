@@ -56,7 +56,7 @@ def recursively_apply(
         func: function to call with each value, ``args`` and ``kwargs``.
         data: the structure.
         *args: passed to ``func``.
-        test_type: returns True for the values to apply ``func`` to.
+        test_type: function that returns True for values to which ``func`` is applied.
         error_on_other_type: whether to raise a TypeError for other values except None.
         **kwargs: passed to ``func``.
     """

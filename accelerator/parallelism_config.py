@@ -57,7 +57,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's Ulysses, which have no effect: ``sp_size`` works without DeepSpeed."""
+    """Settings for DeepSpeed's Ulysses, which have no effect, because ``sp_size`` works without DeepSpeed."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -261,7 +261,10 @@ def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Co
     """Raise a ValueError if these are not valid arguments for ``maybe_context_parallel``."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
-        problem = f"{len(buffers)} buffers, but {len(dims)} buffer_seq_dims. Pass one dimension for each buffer."
+        problem = (
+            f"different numbers of buffers and buffer_seq_dims ({len(buffers)} and {len(dims)}). Pass one dimension "
+            "for each buffer."
+        )
     elif len(known) < len(buffers):
         problem = "the same tensor twice in buffers. Pass it once, or pass a copy."
     elif any(id(buffer) not in known for buffer in unrestored):

@@ -224,7 +224,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         fsdp_version: 1 is accepted and treated as 2.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep full weights between forward and backward),
             ``"HYBRID_SHARD"`` (shard within a node) or ``"HYBRID_SHARD_ZERO2"``.
-        reshard_after_forward: if False, keep full weights between forward and backward; can also be a
+        reshard_after_forward: if False, keep full weights between forward and backward; also accepts the values of
             ``sharding_strategy``.
         mixed_precision_policy: a ``MixedPrecisionPolicy`` to use instead of autocast. FSDP 1's ``MixedPrecision``, a
             dict of its arguments, and ``"bf16"`` or ``"fp16"`` (the same dtype for everything) also work.

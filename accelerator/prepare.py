@@ -281,8 +281,8 @@ class Prepared:
         owners = [one for one in self.optimizers if one is inner or one.optimizer is inner]
         if inner is not None and not owners:
             messages.warn_once(
-                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it advances with all prepared "
-                "optimizers. Pass its optimizer to prepare as well."
+                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so the scheduler advances with "
+                "all prepared optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = self.scheduler_kind(
             scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times

@@ -150,6 +150,7 @@ class Folders:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
                 tell(
                     f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+                    ". Delete that folder yourself."
                 )
 
 

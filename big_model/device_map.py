@@ -55,7 +55,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a map, perhaps for another machine, covers every tensor of a model and nothing else.
+    """Check that a map, which may be for another machine, covers every tensor of a model and nothing else.
 
     Raises:
         ValueError: a tensor is missing, or a name is unknown.

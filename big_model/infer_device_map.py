@@ -302,7 +302,7 @@ class _Placer:
         if size <= limit:
             raise ValueError(
                 f"max_memory={{{self.main!r}: {int(limit)}}} is too small, because the buffers of offloaded parts stay "
-                f"there and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
+                f"on that device and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(

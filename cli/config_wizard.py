@@ -200,7 +200,7 @@ def _fsdp(talk: Dialog) -> bool:
 
 
 def _dimensions(talk: Dialog) -> None:
-    if talk.switch("use_parallelism_config", "Do you want to arrange processes in several dimensions?"):
+    if talk.switch("use_parallelism_config", "Do you want to combine several kinds of parallelism?"):
         for name in ("dp_replicate", "dp_shard", "tp", "cp"):
             one = SETTINGS[f"parallelism_config_{name}_size"]
             talk.setting(one.name, f"How many {one.help}?")

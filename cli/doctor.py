@@ -23,7 +23,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
     parser.add_argument(
         "--try", dest="tries", action="store_true", help="also try changes that may help, each in a short run"

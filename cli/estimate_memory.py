@@ -27,7 +27,7 @@ Nothing is downloaded.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("model_name", metavar="MODEL", help="the model, see below")
     add("--library_name", choices=LIBRARIES, help="the library for MODEL; detected automatically, except for timm")

@@ -37,7 +37,7 @@ _DEEPSPEEDS_LAUNCHER = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     add_flags(parser)
 
 
@@ -337,7 +337,7 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
     if settings[name] is not None and not (outside and origin.place == "file"):
         count, why = settings[name], origin.where
     elif outside:
-        return f"{outside} CPU thread(s) each (OMP_NUM_THREADS)", {}
+        return f"CPU threads each: {outside} (OMP_NUM_THREADS)", {}
     elif local == 1:
         return "CPU threads chosen by torch", {}
     else:

@@ -77,7 +77,7 @@ def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
         "Flags come before the script; everything after it is passed to the script. A flag may use - instead of _.\n"
-        "These flags are not supported, and a message says what to do instead: --tpu_*, --use_megatron_lm, "
+        "These flags are not supported; an error message says what to use instead: --tpu_*, --use_megatron_lm, "
         "--megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
     parser.add_argument("script", help="the file to run; with -m a module, with --no_python any program")

@@ -11,7 +11,7 @@ _FILE = "model.safetensors"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("directory", help="a sharded checkpoint, or a folder from Accelerator.save_state")
     parser.add_argument("out", help=f"a *.safetensors file, or a folder to write {_FILE} to")
     parser.add_argument(

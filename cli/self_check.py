@@ -38,7 +38,7 @@ def main() -> int:
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         if wrong:
             if accelerator.is_main_process:
-                messages.error(f"paceline test: this check failed: {name}. {' '.join(wrong)}")
+                messages.error(f"paceline test: this check failed: {name} ({'; '.join(wrong)}).")
             return 1
         if accelerator.is_main_process:
             messages.answer(f"ok  {name}")

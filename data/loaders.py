@@ -197,8 +197,8 @@ def load_loader_state(
     leaves, states = list(leaves_of(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
-            f"The checkpoint contains the states of {len(states)} loaders, but this run trains from {len(leaves)}, "
-            "so the states are ignored and the data starts from the beginning. To resume at the next batch, pass the "
+            f"The checkpoint is from a run with a different number of loaders ({len(states)} instead of {len(leaves)}"
+            "), so their states are ignored and the data starts from the beginning. To resume at the next batch, pass the "
             "saved run's loaders to fit."
         )
         return False

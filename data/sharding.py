@@ -395,7 +395,7 @@ def _note_all_read(source: Any, world: int) -> None:
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """Return an attribute of the object that ``owner`` replaces, except for dunder names.
+    """Look up an attribute on the object that ``owner`` replaces; dunder names raise an AttributeError.
 
     Dunder names may be looked up before ``owner`` has that object.
     """

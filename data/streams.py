@@ -43,7 +43,7 @@ def counts_ranks_at_creation(dataset: Any) -> bool:
 
 
 def saves_position(thing: Any) -> bool:
-    """Return True if a loader or dataset can save its position and resume exactly there."""
+    """Return True if a loader or dataset can save its position and resume at exactly that position."""
     state_dict, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     return callable(state_dict) and callable(load) and not needs_counts(thing) and not _has_shuffle_buffer(thing)
 

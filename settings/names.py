@@ -249,7 +249,7 @@ _FSDP = [
         "fsdp_reshard_after_forward",
         word_or_truth("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
         None,
-        "free a block's weights after its forward pass; by default decided by fsdp_sharding_strategy",
+        "free a block's weights after its forward pass; by default, fsdp_sharding_strategy decides",
         "fsdp",
         "true, false",
         variables=("FSDP_RESHARD_AFTER_FORWARD",),
@@ -292,7 +292,7 @@ _SIZE = "processes along the {} dimension"
 _PARALLELISM = [
     _switch(
         "use_parallelism_config",
-        "arrange processes in several dimensions",
+        "combine several kinds of parallelism",
         group="parallelism_config",
         variables=("ACCELERATE_USE_PARALLELISM_CONFIG",),
     ),

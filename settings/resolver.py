@@ -105,7 +105,10 @@ class Settings(Mapping[str, Any]):
 
     def _of(self, name: str) -> _Candidate:
         if name not in self._chosen:
-            raise KeyError(f"There is no setting {name!r}.{messages.did_you_mean(name, self._chosen)}")
+            raise KeyError(
+                f"There is no setting {name!r}.{messages.did_you_mean(name, self._chosen)} "
+                "`paceline env` lists all settings."
+            )
         return self._chosen[name]
 
 
@@ -135,7 +138,10 @@ def resolve(
     for given in (code or {}, flags or {}):
         for name in given:
             if name not in SETTINGS:
-                raise ValueError(f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)}")
+                raise ValueError(
+                    f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)} "
+                    "`paceline env` lists all settings."
+                )
     _report_misspellings(variables)
     path = find_file(variables) if config_file is None else config_file
     file = None if path is None else read_file(path)

@@ -18,7 +18,7 @@ _REPLACED = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.description = (
         "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
         "running code. Without --trust, a file that references code is refused, with a list of that code."
@@ -61,7 +61,7 @@ def _load(file: str, trusted: bool) -> Any:
             ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (
-            "Run it with Paceline in place of that package: "
+            "Run this command with Paceline in place of that package: "
             f"PACELINE_STANDS_IN={package} paceline checkpoint convert ..."
             if package
             else "Install its package, or run this command where the program's modules can be imported: "

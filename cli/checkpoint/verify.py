@@ -10,8 +10,8 @@ from .select import checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("path", help="a checkpoint, or a folder whose checkpoints are all checked")
+    """Add the command's arguments to ``parser``."""
+    parser.add_argument("path", help="a checkpoint, or a folder of checkpoints to verify")
 
 
 def run(arguments: Namespace) -> int:

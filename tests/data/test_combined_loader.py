@@ -207,7 +207,7 @@ def test_one_limit_holds_for_all_loaders_and_none_lifts_it():
     assert len(combined) == 8
 
 
-@pytest.mark.parametrize(("limits", "text"), [([1], r"1 entries for 2 loaders"), ([1, -2], r"\[1, -2\].*negative")])
+@pytest.mark.parametrize(("limits", "text"), [([1], r"1 instead of 2"), ([1, -2], r"\[1, -2\].*negative")])
 def test_limits_that_do_not_fit_are_refused(limits, text):
     combined = CombinedLoader([range(5), range(3)])
     with pytest.raises(ValueError, match=text):
