@@ -163,7 +163,7 @@ class Batches:
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"To start after batch {count} of the epoch, its first batches were loaded and discarded in "
+            f"To start after batch {count} of the epoch, all batches up to it were loaded and discarded in "
             f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
             f"{advice}",
             key="batches thrown away",

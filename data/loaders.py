@@ -198,8 +198,8 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint is from a run with a different number of loaders ({len(states)} instead of {len(leaves)}"
-            "), so their states are ignored and the data starts from the beginning. To resume at the next batch, pass the "
-            "saved run's loaders to fit."
+            "), so their states are ignored and the data starts from the beginning. To resume at the next batch, pass "
+            "the saved run's loaders to fit."
         )
         return False
     positioned = _saves_position(loader) and not restarts
