@@ -170,7 +170,7 @@ class GradientState:
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop weights the current loss: it has gathered the number of items, or fetched more batches."""
+        """Whether the loop itself weights the loss: it has gathered the number of items, or fetched more batches."""
         return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
@@ -409,9 +409,9 @@ class Window:
         if counts:
             raise RuntimeError(
                 f"{name} was called inside `with accelerator.accumulate(...):`, but the gradients did not come from "
-                "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so a window of "
-                f"{state.num_steps} would never complete. Call accelerator.backward(loss) instead of loss.backward(); "
-                f"it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
+                "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so the window of "
+                f"{state.num_steps} micro-batches would never be complete. Call accelerator.backward(loss) instead "
+                f"of loss.backward(); it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
                 "yourself."
             )
         state.runs_own_backward = True

@@ -121,7 +121,7 @@ def _precision(asked: str | None) -> str | None:
 
 
 def _refuse_used(kind: str, count: int) -> None:
-    """Raise if CUDA is initialized, because copies of this process could not use it."""
+    """Raise an error if CUDA is initialized, because copies of this process could not use it."""
     if kind == CUDA_KIND.name and CUDA_KIND.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "

@@ -140,7 +140,7 @@ class PreparedLoader(DataLoader[Any]):
         if len(known) < len(found) or len(set(known)) == 1:
             return INF
         messages.warn(
-            f"The loaders have {', '.join(map(str, known))} batches, depending on the process. Each process uses "
+            f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses "
             f"{min(known)} per epoch and skips the rest. Give every process the same number of batches, or let "
             "prepare() shard the data."
         )

@@ -80,7 +80,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the module's current parameter for one that it has now or had before setup; None for any other."""
+        """Return the current version of one of the module's parameters, which setup may have replaced, or None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))

@@ -232,7 +232,7 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise if a model shares parameters with a sharded model, because sharding has replaced them."""
+        """Raise an error if a model shares parameters with a sharded model, because sharding has replaced them."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:
@@ -379,7 +379,7 @@ def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any],
 
 
 def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], strategy: Strategy) -> None:
-    """Raise unless an optimizer has parameters of exactly one prepared model, as sharding requires."""
+    """Raise an error unless an optimizer has parameters of exactly one prepared model, as sharding requires."""
     if not owners:
         raise ValueError(
             f"{type(optimizer).__name__} has no parameters of a prepared model. {type(strategy).__name__} replaces "

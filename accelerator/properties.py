@@ -133,7 +133,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Rank of this process in the group that holds successive layers."""
+        """Rank of this process in the group whose processes hold successive layers."""
         return self.strategy.place_on("pp")
 
     @property
@@ -155,7 +155,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes gathered models."""
+        """Whether this process writes files when a full model is saved."""
         return self.is_main_process
 
     def set_trigger(self) -> None:

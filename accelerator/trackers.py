@@ -73,8 +73,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         )
     if _classes.get(name, tracker_class) is not tracker_class:
         messages.warn(
-            f"The tracker {name!r} was {_classes[name].__name__} and is now {tracker_class.__name__}. Give the class "
-            "another name to keep both."
+            f"The tracker {name!r} now uses {tracker_class.__name__} instead of {_classes[name].__name__}. Give the "
+            "class another name to keep both."
         )
     _classes[name] = tracker_class
 
@@ -136,7 +136,7 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         raise ModuleNotFoundError(messages.missing(f"log_with={one!r}", missing), name=missing)
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(
-            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but no directory was given. "
+            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but no directory is set. "
             "Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
         )
     return one

@@ -23,7 +23,7 @@ from .empty_init import put
 from .weight_files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
-#: The model's attribute that holds the names of its deferred parameters.
+#: The model's attribute that contains the names of its deferred parameters.
 _NAMES = "_paceline_noted"
 _noting: ContextVar[bool] = ContextVar("noting", default=False)
 
@@ -192,7 +192,7 @@ class Waiting:
         self.notes = {}
 
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-        """Raise on every process if a tensor lacks values on any process.
+        """Raise an error on every process if a tensor lacks values on any process.
 
         ``gather`` returns the values that all processes pass to it.
 

@@ -215,7 +215,7 @@ def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, in
     if folder is None:
         why = f" (its file has {value.dtype})" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but no folder to write it to was given. Pass "
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
             "offload_dir=... (offload_folder=... in load_checkpoint_and_dispatch and from_pretrained), a folder with "
             "enough space for the weights."
         )

@@ -284,8 +284,8 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and no folder for the "
-                f"converted values was given. Pass offload_folder=..., or dtype={value.dtype}."
+                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and there is no folder "
+                f"for the converted values. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import messages
 
-#: Names of files that hold all of a model's weights; the first one that exists in the folder is used.
+#: Names of files that contain all of a model's weights; the first one that exists in the folder is used.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.

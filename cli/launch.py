@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, replace: bool = True) -> int:
     """Start the processes, wait for them, and return the script's exit status.
 
-    ``replace`` specifies whether the script may replace this process if it runs in a single process.
+    ``replace`` specifies whether the script may replace this process if it runs as a single process.
     """
     refuse(arguments)
     _leave_outer_launch()

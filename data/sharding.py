@@ -179,12 +179,12 @@ class RankSampler(Shard, Sampler[Any]):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self._items)
         return self._share if total is None else self.division.share(total)
 
     def record(self) -> Iterator[list[Any]]:
-        """See :func:`batch_indices`."""
+        """Record the indices of each batch; see :func:`batch_indices`."""
         records = self._records = deque()
         return iter(lambda: records.popleft() if records else None, None)
 
@@ -230,7 +230,7 @@ class RankStream(Shard, IterableDataset[Any]):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
@@ -280,7 +280,7 @@ class RankIterable(Shard):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.paceline_whole)
         return self._share if total is None else self.division.share(total)
 

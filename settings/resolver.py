@@ -244,5 +244,5 @@ def hand_over(settings: Settings) -> dict[str, str]:
 
 
 def written(value: Any) -> str:
-    """Return a setting's value in the form in which flags, variables and files contain it."""
+    """Format a setting's value as text for a flag, an environment variable or a file."""
     return str(value).lower() if isinstance(value, bool) else str(value)

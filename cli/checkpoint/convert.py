@@ -20,8 +20,8 @@ _REPLACED = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
-        "running code. Without --trust, a file that references code is refused, with a list of that code."
+        "Write a copy of another program's checkpoint that contains only plain data, so that it can be loaded without\n"
+        "running code. Without --trust, a file that references code is rejected, and the error lists that code."
     )
     parser.add_argument("file", help="a file written by torch.save, such as Lightning's .ckpt")
     parser.add_argument("out", help="the file to write, which must not exist")

@@ -17,7 +17,7 @@ from .select import FoundCheckpoint, checkpoints
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Delete the checkpoints in a folder, except those to keep. The ones to keep are verified first. Checkpoints\n"
+        "Delete the checkpoints in a folder, except the newest or best ones, which are verified first. Checkpoints\n"
         "that are damaged or have no manifest are neither counted nor deleted. Do not run this command while a fit\n"
         "is saving to the folder."
     )
