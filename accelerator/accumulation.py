@@ -411,8 +411,8 @@ class Window:
                 f"{name} was called inside `with accelerator.accumulate(...):`, but the gradients did not come from "
                 "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so the window of "
                 f"{state.num_steps} micro-batches would never be complete. Call accelerator.backward(loss) instead "
-                f"of loss.backward(); it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
-                "yourself."
+                "of loss.backward(); it also divides the loss by gradient_accumulation_steps="
+                f"{state.num_steps}, so do not divide it yourself."
             )
         state.runs_own_backward = True
         messages.warn(
