@@ -464,7 +464,7 @@ class Accelerator(AcceleratorProperties):
         return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop all prepared objects and free memory. Assign the returned Nones, one per object, to your variables.
+        """Drop all prepared objects and free memory. Assign the result, one None per object, to your variables.
 
         Models that were prepared with ``evaluation_mode=True`` can still be used.
         """
@@ -491,7 +491,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
             buffer_seq_dims: the sequence dimension of each buffer.
-            no_restore_buffers: buffers that need not be restored to full sequences afterwards.
+            no_restore_buffers: buffers that need not be restored to full sequences afterward.
         """
         tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
         check_buffers(tensors, dims, unrestored)

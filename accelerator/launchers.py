@@ -68,8 +68,8 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it works only on one process. "
-            "Create a new Accelerator inside the launched function, and do not use objects there that the first one "
+            "An Accelerator was created before notebook_launcher was called, so it uses a single process. Create a "
+            "new Accelerator inside the launched function, and do not use objects there that the first one "
             "prepared."
         )
     return _start(function, args, count, kind, variables, place)

@@ -286,7 +286,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _mover(self) -> Callable[[Any], Any] | None:
-        """Return the function that moves a batch to the device and cuts it; None if there is nothing to do."""
+        """Return the function that moves a batch to the device and splits its sequences; None if neither is needed."""
         move, cut = self.strategy.batch_mover() if self.device_placement else None, self._cut
         return move if cut is None else cut if move is None else lambda batch: cut(move(batch))
 

@@ -116,7 +116,9 @@ def find_batch_size(data: Any) -> int:
     """Return the size of the first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
-        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data with a tensor.")
+        raise ValueError(
+            f"find_batch_size found no tensor in a {type(data).__name__}. Pass data that contains a tensor."
+        )
     return found
 
 

@@ -39,7 +39,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     Args:
         num_steps: micro-batches per update; if None, taken from the settings, or else 1.
         adjust_scheduler: has no effect; a prepared scheduler always advances once per update, so its length must be
-            given in updates.
+            counted in updates.
         sync_with_dataloader: whether the last batch of a loader completes a window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.

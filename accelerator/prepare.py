@@ -244,7 +244,7 @@ class Prepared:
                 )
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, which then steps only at the end of an accumulation window."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         wrapper = self._add_optimizer(optimizer)

@@ -272,7 +272,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the modules of a model that are usually not quantized: its head, and modules that share weights.
 
-    Returns an empty list for a transformers model without a head (its ``base_model_prefix`` is not an attribute).
+    Returns an empty list for a transformers model that has neither a head nor shared weights.
     """
     tied = [name for names in find_tied_parameters(model) for name in names]
     prefix = getattr(model, "base_model_prefix", None)

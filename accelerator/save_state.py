@@ -149,7 +149,8 @@ class States:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
             load_kwargs: accepts ``weights_only=True``, which is always in effect, and ``map_location``, which has no
                 effect.
-            strict: whether an object that cannot be restored raises an error, before anything changes, not a warning.
+            strict: if True, an object that cannot be restored raises an error, and nothing changes; if False, it causes
+                a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 
         Raises:

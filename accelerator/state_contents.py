@@ -305,8 +305,9 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state contains {len(state)} trained weights and buffers of {type(module).__name__}. The "
-                    f"{len(left_out)} frozen weights keep their current values (only_trainable=True)."
+                    f"The state contains only the trained weights and buffers of {type(module).__name__} "
+                    f"({len(state)}). The frozen weights ({len(left_out)}) keep their current values "
+                    "(only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}

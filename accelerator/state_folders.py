@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Return the number of the next save, which is higher than that of any save in the same parent folder."""
+        """Return the number of the next save, higher than those of all other saves in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
@@ -67,7 +67,7 @@ class Folders:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """Return the folder to save the next state in, the same on every rank: as given, or the next numbered one."""
+        """Return the folder for the next state, the same on every rank: ``output_dir``, or the next numbered folder."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:

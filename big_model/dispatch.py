@@ -48,7 +48,7 @@ def dispatch_model(
 ) -> nn.Module:
     """Move the parts of a model to the devices in a map, and make the model run on them. Returns the same object.
 
-    A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
+    A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
     copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
     module that reads another module's weight directly gets the stored values. On the CPU, computing with stored values

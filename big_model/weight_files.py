@@ -180,7 +180,8 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
     """Copy a tensor from a mapped file to a target on any device and in any dtype; free the pages that were read.
 
-    ``pages`` describes the mapped files. Pass the same object when you copy many tensors; None looks the files up.
+    ``pages`` describes the mapped files. Pass the same object when you copy many tensors; if it is None, the files are
+    looked up.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)

@@ -110,7 +110,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     if machine == "multi-CPU":
         cpu = talk.values.setdefault("cpu", True)
     else:
-        cpu = not several and talk.switch("cpu", "Do you want to run your training on CPU only?")
+        cpu = not several and talk.switch("cpu", "Do you want to run your training on the CPU only?")
     if machine in _SWITCHES:
         talk.values.setdefault(_SWITCHES[machine], True)
     _dynamo(talk)
@@ -124,8 +124,8 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         talk.values.setdefault("num_processes", 1)
     if not cpu and machine != "TPU":
-        talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
-        talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
+        talk.setting("gpu_ids", "Which GPUs (by ID) should be used for training on this machine?", "all")
+        talk.switch("enable_cpu_affinity", "Would you like to enable NUMA efficiency? (NVIDIA only)")
     talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
     talk.setting("gradient_accumulation_steps", "How many micro-batches should be accumulated per optimizer step?")
     return talk.values
@@ -166,7 +166,7 @@ def _deepspeed(talk: Dialog) -> bool:
         return False
     if talk.setting("deepspeed_config_file", "Which DeepSpeed configuration file (JSON) should be used?"):
         return True
-    stage = talk.setting("zero_stage", "What should DeepSpeed's ZeRO optimization stage be?", choices=True)
+    stage = talk.setting("zero_stage", "Which ZeRO stage should DeepSpeed use?", choices=True)
     if stage >= 2:
         _offload(talk, "offload_optimizer", "Where should the optimizer's state be offloaded to?")
     if stage == 3:

@@ -51,7 +51,7 @@ class Training:
 
 @dataclass
 class MemoryReport:
-    """All results.
+    """All results of a memory estimate.
 
     Attributes:
         source: the model.

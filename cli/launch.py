@@ -56,7 +56,7 @@ def run(arguments: Namespace, replace: bool = True) -> int:
 def start(script: Script, settings: Settings, arguments: Namespace, replace: bool = True) -> int:
     """Run a script with the given settings.
 
-    ``arguments`` holds the flags that are not settings; ``replace`` is the same as for :func:`run`.
+    ``arguments`` contains the flags that are not settings; ``replace`` is the same as for :func:`run`.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -190,7 +190,7 @@ def _plan(settings: Settings) -> _LaunchPlan:
 
 
 def _devices(settings: Settings) -> tuple[str, int]:
-    """Return the kind of device to run on, and how many of them this machine has (0 for the CPU)."""
+    """Return the kind of device to run on, and the number of such devices on this machine (0 for the CPU)."""
     if settings["cpu"] and settings["tpu"]:
         raise ValueError(
             f"{settings.origin('tpu').where} and {settings.origin('cpu').where} cannot be used together. Remove one of "

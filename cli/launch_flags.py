@@ -59,7 +59,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script`` says whether a script, with its own arguments, follows the flags.
+    ``script`` specifies whether a script, with its own arguments, follows the flags.
     """
     if script:
         _add_script(parser)

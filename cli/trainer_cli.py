@@ -510,7 +510,7 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and scheduler when the Trainer needs them, because the parameters are not final earlier."""
+    """Create the optimizer and scheduler when the Trainer needs them; the parameters are not final before then."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 

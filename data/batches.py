@@ -117,7 +117,7 @@ class Batches:
             return iter(())
         source, dropped = self._open()
         self._source = source
-        self._drop(source, dropped)  # done now, so that RNG states can be restored afterwards
+        self._drop(source, dropped)  # done now, so that RNG states can be restored afterward
         if not isinstance(self._loader, CombinedLoader):
             source = within_length(self._loader, source, self._skip)
         if limited:

@@ -114,8 +114,8 @@ class CombinedLoader:
             index = lengths.index(None)
             raise TypeError(
                 f"The length of this CombinedLoader is unknown, because loader {index} "
-                f"({type(self._flattened[index]).__name__}) has no __len__. Its entry in `limits` is only an upper "
-                "bound. If you need the length, define __len__ in the loader."
+                f"({type(self._flattened[index]).__name__}) has no __len__. The loader's entry in `limits` is only "
+                "an upper bound. If you need the length, define __len__ in the loader."
             )
         known = [length for length in lengths if length is not None]
         if self._mode == "sequential":
@@ -227,7 +227,7 @@ class CombinedLoader:
 
 
 class _Pass:
-    """A pass over one loader. Read ``source``, which ends at the limit, and close ``iterator`` afterwards."""
+    """A pass over one loader. Read ``source``, which ends at the limit, and close ``iterator`` afterward."""
 
     def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
         self.combined, self.index = combined, index

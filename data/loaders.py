@@ -114,7 +114,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """Make the order of the next epoch depend only on ``seed`` and ``epoch``, and call :func:`announce_epoch`.
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both are reseeded each time. A generator that the user passed is left alone. All processes draw the same
+    seeds; both are reseeded each time. A generator that the user passed is not changed. All processes draw the same
     order, and each process uses its shard; the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
@@ -153,7 +153,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user created it."""
+    """Remove the generators that :func:`seed_shuffling` set, which restores the loader that the user created."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -233,8 +233,8 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
             continue
         messages.warn_once(
             f"The saved run had a different number of ranks, and {why}. Its position is therefore only approximate: "
-            "the rest of this epoch may repeat some samples and skip others. The next epoch is complete. To avoid "
-            f"this, finish the epoch with the saved number of ranks, or {instead}."
+            "the rest of this epoch may repeat some samples and skip others. The next epoch is complete. To resume "
+            f"exactly, finish the epoch with the saved number of ranks, or {instead}."
         )
         return
 

@@ -139,7 +139,7 @@ _RUN = [
     _text("strategy", "how processes share the work: ddp, fsdp, deepspeed, ...", objects=True),
     _switch(
         "debug",
-        "print more, and compare shapes between processes before each collective",
+        "print more messages, and compare shapes between processes before each collective",
         variables=("ACCELERATE_DEBUG_MODE",),
     ),
     _choice("output_dtype", "the dtype of a prepared model's outputs: float32, or as computed", "fp32", "fp32", "keep"),

@@ -39,11 +39,11 @@ def asked(capsys: pytest.CaptureFixture[str]) -> list[str]:
 QUESTIONS = [
     "In which compute environment are you running?",
     "Which type of machine are you using?",
-    "Do you want to run your training on CPU only?",
+    "Do you want to run your training on the CPU only?",
     "Do you wish to optimize your script with torch dynamo?",
     "Do you want to use DeepSpeed?",
-    "What GPU(s) (by id) should be used for training on this machine?",
-    "Would you like to enable numa efficiency? (NVIDIA only)",
+    "Which GPUs (by ID) should be used for training on this machine?",
+    "Would you like to enable NUMA efficiency? (NVIDIA only)",
     "Do you wish to use mixed precision? (no, fp16, bf16, fp8)",
     "How many micro-batches should be accumulated per optimizer step?",
 ]
