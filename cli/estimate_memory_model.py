@@ -175,7 +175,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def size_of(tensor: Tensor) -> Size:
-    """Return the size of a tensor."""
+    """Return the :class:`Size` of a tensor."""
     return Size((tensor.numel(), 8 * tensor.element_size(), tensor.is_floating_point() or tensor.is_complex()))
 
 

@@ -217,8 +217,8 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
     """Warn if a position in streams was saved with a different number of ranks, so that it is only approximate.
 
-    Streams that split themselves by rank give each rank different samples if the number of ranks changes. Workers that
-    take turns do so in longer or shorter rounds, so each worker had read up to a different position.
+    Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
+    workers take turns, the samples per turn also depend on it, so each worker had read up to a different position.
     """
     if _counts_all_ranks(state):
         return
