@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Python still collects by itself when this many more containers were allocated than freed since the last collection.
+#: Python still collects when this many more containers were allocated than freed since the last collection.
 MOST_UNSEEN = 100_000
 #: One in this many collections may scan all objects that are not frozen.
 FULL_EVERY = 10

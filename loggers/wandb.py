@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Seconds between two writes by wandb's process to the run's file. Its default of 15 is too long to wait.
 _FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
-#: Longest time that the end of a run waits for wandb's process to write.
+#: Maximum time to wait for wandb's process to write when a run ends.
 _PATIENCE_SECONDS = 10.0
 _STEP = "trainer/global_step"
 #: A metric that is defined but never logged. Once its definition is in the file, all earlier values are too.
@@ -30,16 +30,16 @@ _MARK = "paceline/written"
 
 
 class WandbLogger(CheckpointUploads):
-    """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
+    """Log a run to Weights & Biases or, with ``offline=True``, to ``save_dir/wandb`` for ``wandb sync``.
 
     A separate wandb process writes the values to the run's local file every half second, and sends them. After a
     successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()``
-    or the end of the program. A failed or interrupted run is immediately marked as failed; it is continued under its id
-    if the logger is used again. If a wandb run is already open, the logger adds to that run.
+    or the end of the program. A failed or interrupted run is immediately marked as failed; it continues with the same
+    id if the logger is used again. If a wandb run is already open, the logger adds to that run.
 
-    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you pass another id. Values
-    from after the checkpoint that the service already has are not sent again. Offline, a new folder in ``wandb/`` holds
-    the continued run, with rows from the checkpoint on.
+    A resumed fit continues the wandb run that wrote the checkpoint, with the same id, unless you pass another id.
+    Values from after the checkpoint that the service already has are not sent again. Offline, a new folder in
+    ``wandb/`` contains the continued run, with rows from the checkpoint on.
 
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
@@ -96,7 +96,7 @@ class WandbLogger(CheckpointUploads):
         self._is_own = experiment is None
         self._is_prepared = False
         self._has_unwritten = False
-        #: Row of the first record after a resume, and the number of records from that row on that the service has.
+        #: Row of the first record after a resume, and the number of later records that the service already has.
         self._resumed_row: int | None = None
         self._known_rows = 0
         #: First row of the run when it was opened.
@@ -136,7 +136,7 @@ class WandbLogger(CheckpointUploads):
     @property
     @rank_zero_experiment
     def experiment(self) -> Run:
-        """The wandb run, for anything that this class has no method for."""
+        """The wandb run, for anything that this class does not support."""
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
@@ -148,7 +148,7 @@ class WandbLogger(CheckpointUploads):
     def save(self) -> None:
         """Wait until wandb's process has received all values, so that killing this process loses none of them."""
         if self._experiment is not None and self._has_unwritten:
-            # Only a question is answered in order, after everything that was sent before it.
+            # wandb's process answers this request only after it has received everything that was sent before.
             self._experiment.summary.keys()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -285,7 +285,7 @@ class WandbLogger(CheckpointUploads):
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method}: {option!r} must have one value for each {word} ({len(items)}), but has {len(values)}."
+                    f"{method}: {option!r} must have one value per {word} ({len(items)}), but has {len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
