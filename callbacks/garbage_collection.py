@@ -159,7 +159,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds, unless another fit runs."""
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if this is the last fit."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()
