@@ -232,7 +232,7 @@ def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str
     run.module = run.model = module
     run.datamodule = datamodule
     run.source = DataSource(run, loaders)
-    send = None if run.trainer.barebones else run.trainer._send
+    send = None if run.trainer.barebones else run.send_metrics
     run.metrics = MetricStore(run.state, run.strategy, send)
     module.trainer = run.trainer
     if datamodule is not None:

@@ -902,12 +902,7 @@ class Trainer:
             step: the position on the x axis; the number of updates so far if None.
         """
         at = self.state.x_axis(self.state.updates) if step is None else step
-        self._send({"epoch": self.state.epoch, **metrics}, at)
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        if self.is_global_zero:
-            for logger in self.loggers:
-                logger.log_metrics(metrics=metrics, step=step)
+        self.current_run.send_metrics({"epoch": self.state.epoch, **metrics}, at)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""

@@ -3,7 +3,7 @@
     make release                                 every Python from 3.10 to 3.14 on this machine
     make release RELEASE="--only 3.12"           only this one; may be repeated
     make release RELEASE="--torch 2.15.0"        a torch other than the one in requirements-dev.lock
-    python3.14 clients/release/run.py --built    the files that are already in dist/, with the Python that runs this file
+    python3.14 clients/release/run.py --built    the files already in dist/, with the Python that runs this file
 
 The wheel is built from the source distribution, which contains the files that git tracks. Environments are created with
 uv, which unpacks each package once for all of them; the CUDA build of torch and its dependencies take 6 GB. Each
