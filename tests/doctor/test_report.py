@@ -110,7 +110,7 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
     assert "one process (was 2)" in rows
     assert "2 processes handle 1.00 times as many samples as one: a scaling efficiency of 50 %." in report.text()
     assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
-    with pytest.raises(ValueError, match="named 'wrokers'"):
+    with pytest.raises(ValueError, match="'wrokers' is not a change"):
         names("compile,wrokers")
 
 
