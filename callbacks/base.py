@@ -123,7 +123,7 @@ class Callback:
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
 
     limits_training: bool = False
-    """Whether this callback stops training by itself, so that neither ``max_epochs`` nor ``max_steps`` is needed."""
+    """Whether this callback ends training, so that neither ``max_epochs`` nor ``max_steps`` is needed."""
 
     skips_together: bool = False
     """Whether this callback's :meth:`around_training_step` checks each loss and skips a batch on all ranks or none.
@@ -191,7 +191,7 @@ class Callback:
         """Called once per fit, after ``on_train_end``; not after an exception."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the few validation batches that run before training. Random states are restored afterwards."""
+        """Called before the few validation batches that run before training. Random states are restored afterward."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the sanity check. The values logged during the check are then discarded."""

@@ -181,7 +181,7 @@ class BaseFinetuning(Callback):
             self._restored = {}
 
     def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
-        """Restore frozen layers and parameter groups. The optimizers' own state is loaded afterwards."""
+        """Restore frozen layers and parameter groups. The optimizers' own state is loaded afterward."""
         parameters = dict(pl_module.named_parameters())
         added = state["added"]
         self._check_restored(type(pl_module).__name__, len(trainer.optimizers), parameters, added)

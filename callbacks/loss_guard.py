@@ -44,7 +44,7 @@ class LossGuard(Callback):
     still include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
-    restores, and skips the batch when it comes up again. If the weights are not finite, it skips the previous batch
+    restores, and skips the batch when it is read again. If the weights are not finite, it skips the previous batch
     instead, because that batch's gradient must have damaged them. If another batch then has a bad loss, the run first
     goes back one more checkpoint, because the weights may have been damaged earlier; it skips the other batch only if
     this does not help. If this run has not saved yet, it restarts from its ``ckpt_path``.

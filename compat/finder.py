@@ -195,7 +195,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Yield the package's distribution if ``context`` names it, for ``importlib.metadata``."""
+        """Return the package's distributions that ``context`` names, for ``importlib.metadata``."""
         wanted = _normal(getattr(context, "name", None) or "")
         return [Metadata(name, self.package) for name in self.package.distributions if _normal(name) == wanted]
 

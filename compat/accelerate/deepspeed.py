@@ -238,7 +238,7 @@ def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any
 
 
 def _place(config: Any, name: str) -> tuple[Any, str]:
-    """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
+    """Return the section that contains a dotted name (None if there is none), and the last part of the name."""
     *sections, last = name.split(".")
     for section in sections:
         config = None if config is None else config.get(section)
@@ -266,7 +266,7 @@ class HfDeepSpeedConfig:
         self.config = copy.deepcopy(self.given)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
+        """Return the section that contains a dotted name (None if there is none), and the last part of the name."""
         return _place(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:

@@ -77,7 +77,7 @@ class DataLoaderShard(PreparedLoader):
         self.set_epoch(iteration)
 
     def begin(self) -> None:
-        """Record that a pass has begun. Only needed if a program does not iterate over this loader."""
+        """Record that a pass has begun, for code that reads the batches without iterating over this loader."""
         self.reset()
         self.gradient_state.begin(self)
 

@@ -211,7 +211,7 @@ class Fabric:
         return (wrapped, *found) if scheduler is None else (wrapped, *found, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Set up a module. Create its optimizers afterwards and pass them to :meth:`setup_optimizers`."""
+        """Set up a module. Create its optimizers afterward and pass them to :meth:`setup_optimizers`."""
         self._refuse_wrapped("setup_module", module)
         return self._wrapped(self.accelerator_of_loop.prepare_model(module, move_to_device), [])
 
