@@ -300,6 +300,6 @@ def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
             if not hidden and first is None:
                 first = error
                 continue
-            messages.warn(f"While the run was ending, it also raised {type(error).__name__}: {error}")
+            messages.warn(f"While ending, the run also raised {type(error).__name__}: {error}")
     if first is not None:
         raise first
