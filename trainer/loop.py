@@ -398,8 +398,7 @@ class FitLoop:
         if asleep:
             messages.warn_once(
                 f"{type(run.module).__name__} starts the fit with {asleep} submodule{'s' * (asleep != 1)} in eval "
-                "mode, and the fit does not change that. Call module.train() before fit, unless they are meant to be "
-                "frozen."
+                "mode, and the fit does not change that. Call module.train() before fit, unless eval mode is intended."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
@@ -471,7 +470,7 @@ class FitLoop:
         """Return the error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
-            f"batch{'es' * (seen != 1)} in epoch {self.state.epoch}. Accumulation windows, validation and schedules "
+            f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and schedules "
             "are planned from the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
             "instead."
         )
