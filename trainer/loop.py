@@ -470,8 +470,8 @@ class FitLoop:
         """Return the error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
-            f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and schedules "
-            "are planned from the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
+            f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and "
+            "schedules rely on the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
             "instead."
         )
 
