@@ -25,7 +25,7 @@ _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed"
 
 @contextmanager
 def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments`` instead.
+    """Context manager that makes ``cls.save_hyperparameters`` store ``arguments``, not the arguments of ``__init__``.
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own arguments.
