@@ -117,7 +117,7 @@ def test_the_machine_follows_from_rank_or_from_node_rank() -> None:
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), ("MASTER_ADDR=node0", "export LOCAL_WORLD_SIZE=")),
         (without(TORCHRUN, RANK="8"), ("rank 8 with world size 8", "RANK, WORLD_SIZE")),
         (without(TORCHRUN, RANK="-1"), ("rank -1 with world size 8",)),
-        (without(TORCHRUN, LOCAL_RANK="4"), ("local rank 4 of local world size 4",)),
+        (without(TORCHRUN, LOCAL_RANK="4"), ("local rank 4 with local world size 4",)),
         (without(TORCHRUN, GROUP_RANK="2"), ("node rank 2 with node count 2",)),
         (without(TORCHRUN, LOCAL_WORLD_SIZE="9"), ("9 processes on this machine but 8",)),
         (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ("local rank 1 with local world size 0",)),
