@@ -221,6 +221,7 @@ def _replace_methods() -> None:
     from ...trainer.loop import FitLoop
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
+    from ...trainer.run import Run
     from ...trainer.state import RunState
     from ...trainer.step import ClosureStep, FreeStep, ManualStep, TrainStep
     from ...trainer.trainer import Trainer
@@ -228,7 +229,6 @@ def _replace_methods() -> None:
 
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
-    send: Any = Trainer._send
     around: Any = Profiler.around
 
     def place(trainer: Trainer, *args: Any) -> None:
@@ -257,7 +257,7 @@ def _replace_methods() -> None:
         (ManualStep, "__call__"): _counting_batches(_never_none(ManualStep.__call__)),
         (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
-        (Trainer, "_send"): _then_saving(send),
+        (Run, "send_metrics"): _then_saving(Run.send_metrics),
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):

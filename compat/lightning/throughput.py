@@ -73,7 +73,8 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
         if trainer.logs_this_step or trainer.state.fn != "fit":
             stage = "test" if trainer.testing else "validate"
             values = self._eval.throughput.compute()
-            trainer._send({f"{stage}{self.separator}{key}": value for key, value in values.items()}, self._evaluated)
+            logged = {f"{stage}{self.separator}{key}": value for key, value in values.items()}
+            trainer.current_run.send_metrics(logged, self._evaluated)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
