@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: default of 15 is too long for that.
 _FLUSH_SECONDS = 0.05
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
-#: Longest wait for a write by wandb's process, and the longest flush interval that is waited for.
+#: Maximum seconds to wait for wandb's process to write, and longest flush interval for which :meth:`save` waits.
 _PATIENCE_SECONDS, _MAX_FLUSH_SECONDS = 10.0, 1.0
 _STEP = "trainer/global_step"
 #: A metric that is defined but never logged. Once its definition is in the file, all earlier values are too.
@@ -31,18 +31,18 @@ _MARK = "paceline/written"
 
 
 class WandbLogger(CheckpointUploads):
-    """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
+    """Log a run to Weights & Biases or, with ``offline=True``, to ``save_dir/wandb`` for ``wandb sync``.
 
     A separate wandb process writes the values to the run's local file 20 times a second, and sends them. A checkpoint
-    waits until the values logged before it are in that file, because wandb's process ends with this one, without
-    writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to
-    it until ``wandb.finish()`` or the end of the program. A failed or interrupted run is immediately marked as
-    failed; it is continued under its id if the logger is used again. If a wandb run is already open, the logger
-    adds to that run.
+    waits until the values logged before it are in that file, because wandb's process ends together with this one,
+    without writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can
+    add to it until ``wandb.finish()`` or the end of the program. A failed or interrupted run is immediately marked as
+    failed; it continues with the same id if the logger is used again. If a wandb run is already open, the logger adds
+    to that run.
 
-    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you pass another id. Values
-    from after the checkpoint that the service already has are not sent again. Offline, a new folder in ``wandb/`` holds
-    the continued run, with rows from the checkpoint on.
+    A resumed fit continues the wandb run that wrote the checkpoint, with the same id, unless you pass another id.
+    Values from after the checkpoint that the service already has are not sent again. Offline, a new folder in
+    ``wandb/`` contains the continued run, with rows from the checkpoint on.
 
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
@@ -99,7 +99,7 @@ class WandbLogger(CheckpointUploads):
         self._is_own = experiment is None
         self._is_prepared = False
         self._has_unwritten = False
-        #: Row of the first record after a resume, and the number of records from that row on that the service has.
+        #: Row of the first record after a resume, and the number of later records that the service already has.
         self._resumed_row: int | None = None
         self._known_rows = 0
         #: First row of the run when it was opened.
@@ -139,7 +139,7 @@ class WandbLogger(CheckpointUploads):
     @property
     @rank_zero_experiment
     def experiment(self) -> Run:
-        """The wandb run, for anything that this class has no method for."""
+        """The wandb run, for anything that this class does not support."""
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
@@ -308,7 +308,7 @@ class WandbLogger(CheckpointUploads):
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method}: {option!r} must have one value for each {word} ({len(items)}), but has {len(values)}."
+                    f"{method}: {option!r} must have one value per {word} ({len(items)}), but has {len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
