@@ -36,8 +36,8 @@ class MixedPrecision(Precision):
             strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
         autocast: if False, the forward pass computes in the dtype of the weights and inputs.
-        cache: whether a weight is converted once per forward pass instead of at each use. If None, torch's default, or
-            False if the strategy shards the weights, because the cache would hold the whole model's weights.
+        cache: whether a weight is converted once per forward pass instead of at each use. None means torch's default,
+            or False if the strategy shards the weights, because the cache would hold the whole model's weights.
     """
 
     def __init__(
