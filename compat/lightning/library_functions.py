@@ -212,7 +212,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     seen = CUDA_KIND.count()
     if num_devices > seen:
-        raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Request fewer.")
+        raise ValueError(
+            f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPU{'' if seen == 1 else 's'}. "
+            "Request fewer."
+        )
     usable = []
     for index in range(seen):
         if len(usable) == num_devices:
