@@ -137,7 +137,7 @@ def _split(history: History) -> list[Html]:
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
             "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the "
-            "end of its hooks; rest: logging, schedulers, ends of epochs."
+            "end of its hooks; rest: logging, schedulers, the ends of epochs."
         ),
     ]
 

@@ -544,7 +544,7 @@ def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapp
             raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function that takes a "
-                "key and a value."
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}, not a function. Pass a "
+                "function that takes a key and a value."
             )
     return filter
