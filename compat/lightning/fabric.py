@@ -299,7 +299,8 @@ class Fabric:
         """
         if (clip_val is None) is (max_norm is None):
             raise ValueError(
-                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): pass exactly one of the two."
+                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}) needs exactly one of the two "
+                "arguments. Pass clip_val to clip each value, or max_norm to clip their total norm."
             )
         accelerator = self.accelerator_of_loop
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

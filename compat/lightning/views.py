@@ -200,7 +200,7 @@ class FitLoopView(View):
 
 
 class ValidationLoop(View):
-    """View of ``trainer.validate_loop``, and the validation loop of a fit."""
+    """View of ``trainer.validate_loop`` and of a fit's validation loop."""
 
     place = "trainer.validate_loop"
     instead = "Use trainer.num_val_batches, trainer.callback_metrics and on_validation_batch_end instead."
