@@ -217,7 +217,8 @@ class TensorBoardLogger(FolderLogger):
         if sizes:
             messages.warn(
                 f"Some of the resumed run's event files are missing from {self.log_dir!r} "
-                f"({messages.names(sizes, last='and')}), so its curves have gaps before the resume."
+                f"({messages.names(sizes, last='and')}), so its curves have gaps before the resume. When you move "
+                "checkpoints, move these files with them."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
