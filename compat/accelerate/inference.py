@@ -74,8 +74,8 @@ def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: in
             raise ValueError(messages.unknown("module in prepare_pippy(split_points=...)", name, known))
     if len(split_points) + 1 != world:
         raise ValueError(
-            f"prepare_pippy(split_points={list(split_points)!r}) makes {len(split_points) + 1} parts, but the number "
-            f"of processes is {world}, and each runs one part. Pass {world - 1} in split_points, or 'auto'."
+            f"prepare_pippy(split_points={list(split_points)!r}) makes {len(split_points) + 1} parts, but there are "
+            f"{world} processes, and each runs one part. Pass {world - 1} in split_points, or 'auto'."
         )
 
 
