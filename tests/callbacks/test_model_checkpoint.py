@@ -1013,7 +1013,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
         ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a valid template.*'\{epoch:02d\}'"),
         ({"filename": "{}"}, ValueError, r"without a metric name"),
-        ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' does not fit a number"),
+        ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' is not a number format"),
         ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
         ({"dirpath": "s4://bucket/x"}, ValueError, r"'s4://bucket/x': Unknown protocol 's4'.*Choose 's3'"),
     ],

@@ -340,8 +340,8 @@ class Scheduled(TinyModule):
     ("module", "said"),
     [
         (Adam, "does not match optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not match optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
-        (Frozen, "does not match optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
+        (Groups, "does not match optimizer 0 (SGD): the number of parameter groups was 1, but is now 2"),
+        (Frozen, "does not match optimizer 0 (SGD): the number of parameters in group 0 was 2, but is now 1"),
         (Scheduled, "learning rate schedulers in the checkpoint is 0, but configure_optimizers returned 1"),
     ],
 )
