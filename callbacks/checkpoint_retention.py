@@ -365,7 +365,7 @@ class CheckpointKeeper(Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return ``path``, marked as a path that must not exist yet, unless it belongs to one of the replaced files."""
+        """Return ``path``; mark it as a path that must not exist yet, unless it is one of the ``replaced`` files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
