@@ -323,7 +323,7 @@ def test_what_differs_from_accelerate_is_said_once() -> None:
     assert uneven == [
         "The processes have different seeds (set_seed(",
         "Prepared schedules advance once per update",
-        "Gradients are clipped once, when their window is complete",
+        "Gradients are clipped once, when their accumulation window is complete",
         "optimizer",
         "The last window of a pass has 2 of 3 micro-batches",
         "The last 6 of 16 samples do not fill a batch on each of 2 processes",
@@ -345,8 +345,8 @@ def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(ca
             for model in models:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(x).square().mean())
-        assert ("Each argument of accumulate has a window of its own" in caplog.text) == told
-        assert ("has the order of the next epoch" in caplog.text) == told
+        assert ("Each argument of accumulate has its own accumulation window" in caplog.text) == told
+        assert ("uses the order of the next epoch" in caplog.text) == told
 
 
 #: What Accelerate 1.15.0 gives for 19 samples in batches of 4 after ``set_seed(7)``: a random number drawn between
