@@ -39,7 +39,7 @@ def publish(site: Path, folder: Path) -> list[str]:
 
 
 def is_version(folder: Path) -> bool:
-    """Whether a folder is a published version."""
+    """Return whether a folder is a published version."""
     try:
         Version(folder.name)
     except InvalidVersion:
@@ -48,7 +48,7 @@ def is_version(folder: Path) -> bool:
 
 
 def read(path: Path) -> list[str]:
-    """The list in a script that ``write`` wrote."""
+    """Return the list in a script that ``write`` wrote."""
     return json.loads(path.read_text(encoding="utf-8").partition("= ")[2].rstrip(";\n"))
 
 
@@ -58,7 +58,7 @@ def write(path: Path, name: str, values: list[str]) -> None:
 
 
 def write_lists(app: Any, error: Exception | None) -> None:
-    """Give the built site the list of its pages, and the list of versions with itself alone."""
+    """Write the list of the built site's pages, and a list of versions with only this one."""
     if error is None and app.builder.name == "html":
         write(Path(app.outdir, VERSIONS), "PACELINE_VERSIONS", [app.config.version])
         write(Path(app.outdir, PAGES), "PACELINE_PAGES", sorted({*app.env.found_docs, "genindex", "search"}))
